@@ -1,0 +1,1 @@
+"""Configuration roots, one per verb, and their groups (needed for pkg://configs)."""

@@ -1,0 +1,46 @@
+"""What a user did wrong: every message names the file, key or row, and the fix."""
+
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: shown as one message, without a traceback."""
+
+
+class ConfigError(UserError):
+    """A configuration value that cannot work."""
+
+    def __init__(self, key: str, problem: str, fix: str) -> None:
+        super().__init__(f"{key}: {problem}\n  fix: {fix}")
+        self.key = key
+
+
+class DataError(UserError):
+    """A prompt, row or conversation that cannot be used."""
+
+    def __init__(self, source: str, problem: str, fix: str = "") -> None:
+        super().__init__(f"{source}: {problem}" + (f"\n  fix: {fix}" if fix else ""))
+        self.source = source
+
+
+class TargetError(UserError):
+    """A target that cannot be loaded or taken apart."""
+
+
+class CacheError(UserError):
+    """A cache that is damaged, incomplete, or not the one that was asked for."""
+
+
+class ShardError(CacheError):
+    """One file of a cache is missing, short or damaged."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(
+            f"{path}: {problem}\n  fix: delete the commit record of that part and run "
+            "'dspark cache mode=build' again; it rebuilds the part and keeps the rest"
+        )
+        self.path = path
+
+
+class FingerprintMismatchError(UserError):
+    """Two artefacts were not made from the same context (see docs/glossary.md, fingerprint)."""

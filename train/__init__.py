@@ -1,0 +1,1 @@
+"""The training side: draft models, objective, loop, decoding, evaluation and export."""

@@ -1,0 +1,111 @@
+"""The command ``dspark VERB key=value ...``: composes the configuration and calls the verb.
+
+The only module that knows Hydra. Torch is imported inside the verbs, after the threads are
+configured, and ``--help`` never imports it.
+"""
+
+import difflib
+import logging
+import os
+import sys
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from data.errors import ConfigError, UserError
+from data.machine import configure_process
+from train.config import VERBS, PipelineConfig
+from train.help import known_keys, verb_help, verbs_help
+from train.rules import load_config
+
+USER_ERROR = 2
+
+
+def main() -> None:
+    """Entry point of ``dspark``."""
+    configure_process()
+    arguments = sys.argv[1:]
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help"):
+        sys.stdout.write(verbs_help())
+        return
+    if verb not in VERBS:
+        sys.exit(f"dspark: unknown verb '{verb}'; verbs: {', '.join(VERBS)} (see dspark --help)")
+    if any(a in ("-h", "--help") for a in arguments):
+        sys.stdout.write(verb_help(verb))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        run_verb(verb, arguments[1:])
+    except UserError as error:
+        sys.stderr.write(f"dspark {verb}: {error}\n")
+        sys.exit(USER_ERROR)
+
+
+def run_verb(verb: str, overrides: list[str]) -> None:
+    """Composes the verb's configuration with Hydra and runs it.
+
+    Raises:
+        ConfigError: a key, value or group that does not exist or has no effect on this verb.
+    """
+    for override in overrides:
+        require_effect(verb, override)
+    ConfigStore.instance().store(name="schema", node=PipelineConfig)
+
+    @hydra.main(version_base="1.3", config_path="pkg://configs", config_name=verb)
+    def application(cfg: DictConfig) -> None:
+        config = load_config(cfg, verb)
+        from train.verbs import RUN  # imports torch
+
+        RUN[verb](config)
+
+    # Hydra reads sys.argv, and would print its own errors and end the process.
+    sys.argv = [f"dspark {verb}", *overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        application()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides) from error
+
+
+def require_effect(verb: str, override: str) -> None:
+    """Refuses to override a group that the verb never reads.
+
+    Raises:
+        ConfigError: names the groups that it does read.
+    """
+    if override.startswith("-"):
+        return
+    path = override.lstrip("+~").split("=", 1)[0]
+    group = path.split(".")[0].split("/")[0].split("@")[0]
+    groups = {key.split(".")[0] for key in known_keys()}
+    if group in groups and group not in VERBS[verb].reads:
+        raise ConfigError(
+            override,
+            f"has no effect on 'dspark {verb}'",
+            f"leave it out; {verb} reads: {', '.join(VERBS[verb].reads)}",
+        )
+
+
+def explain(error: Exception, overrides: list[str]) -> ConfigError:
+    """One message from Hydra's chain of errors: the key, what is wrong, and the fix."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    key = str(getattr(cause, "full_key", None) or "")
+    text = str(cause).split("\n")[0]
+    guess = key or next((o for o in overrides if o.split("=")[0] in str(error)), "configuration")
+    known = known_keys()
+    if key in known:
+        return ConfigError(key, text, f"{known[key]}")
+    close = difflib.get_close_matches(guess.lstrip("+~").split("=")[0], known, n=3)
+    fix = f"did you mean {' or '.join(close)}?" if close else "see --help for all keys"
+    first_line = str(error).split("\n")[0]
+    return ConfigError(guess, "unknown key" if close and key else first_line, fix)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Lossless decoding with a draft: proposals, verification, rounds."""

@@ -1,0 +1,1 @@
+"""Evaluation of drafts by real decoding, and what is reported of it."""

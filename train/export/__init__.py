@@ -1,0 +1,1 @@
+"""Exported checkpoints: writing them for the engines, and checking what was written."""

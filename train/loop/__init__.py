@@ -1,0 +1,1 @@
+"""The training loop: optimizer step, reduction over ranks, checkpoints, tracking."""

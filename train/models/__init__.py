@@ -1,0 +1,1 @@
+"""The draft models: backbone, sequential heads, confidence head."""

@@ -1,0 +1,1 @@
+"""What training minimises and reports: pure functions, no collective, no I/O."""

@@ -1,0 +1,237 @@
+"""The verbs: each loads what it reads, builds objects and calls the stage."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from data.cache.build import build_cache
+from data.cache.read import CacheReader
+from data.cache.verify import describe_cache, verify_cache
+from data.chat import encode_prompt
+from data.config import CacheMode, Device, Precision
+from data.corpus import read_prompts, read_rows
+from data.errors import CacheError, ConfigError
+from data.fingerprint import Fingerprint, check_mask_token
+from data.regenerate import regenerate
+from data.target import (
+    DTYPES,
+    FrozenHead,
+    Target,
+    load_model_config,
+    read_frozen_head,
+    resolve_folder,
+    text_config,
+)
+from train.config import PipelineConfig
+from train.decode.drafters import Drafter, LookupDrafter, ModelDrafter
+from train.decode.verify import Sampling
+from train.evaluate.report import print_evaluation
+from train.evaluate.run import evaluate
+from train.export.check import check_portable
+from train.export.portable import engine_warnings, write_portable
+from train.launch import make_accelerator
+from train.loop.checkpoint import find_checkpoint, load_draft, load_state
+from train.loop.fit import fit
+from train.loop.provenance import record_run
+from train.models.draft import Draft, DraftShape
+
+log = logging.getLogger(__name__)
+# Tables need room; a pipe has no width of its own.
+console = Console(width=max(Console().width, 110), soft_wrap=True)
+
+
+def run_regenerate(config: PipelineConfig) -> None:
+    """Prompts to rows of the target's own answers."""
+    record_run(config, "regenerate")
+    prompts = read_prompts(Path(config.corpus.prompts), config.corpus.limit)
+    target = Target(config.target, _device(config))
+    summary = regenerate(
+        target, prompts, config.regenerate, config.rows_path, Fingerprint.of_target(target)
+    )
+    console.print(
+        f"{config.rows_path}: {summary.rows} rows ({summary.written} new with "
+        f"{summary.new_tokens:,} tokens), finish reasons {summary.finish_reasons}"
+    )
+
+
+def run_cache(config: PipelineConfig) -> None:
+    """Rows to the cache of target states; or a check or a summary of it."""
+    if config.mode is CacheMode.verify:
+        report = verify_cache(config.cache_path)
+        if report.problems:
+            raise CacheError(
+                f"{len(report.problems)} of {report.objects} objects are bad:\n"
+                + "\n".join(report.problems)
+            )
+        console.print(f"{config.cache_path}: all {report.objects} objects are sound")
+    elif config.mode is CacheMode.info:
+        _print_cache(config.cache_path)
+    else:
+        _build(config)
+
+
+def _build(config: PipelineConfig) -> None:
+    record_run(config, "cache")
+    target = Target(config.target, _device(config))
+    fingerprint = Fingerprint.of_target(target)
+    rows_fingerprint = config.rows_path.with_name("fingerprint.json")
+    if rows_fingerprint.exists():
+        fingerprint.require_match(
+            Fingerprint.load(rows_fingerprint),
+            "the target",
+            str(config.rows_path),
+            config.run.allow_mismatch,
+        )
+    rows = read_rows(config.rows_path, config.corpus, target.tokenizer, target.stop_ids)
+    mask = config.target.mask_token_id
+    check_mask_token(mask, target.text_config.vocab_size, target.stop_ids)
+    used = next((row for row in rows if mask in row.token_ids), None)
+    if used is not None:
+        raise ConfigError(
+            f"target.mask_token_id={mask}", f"the data uses it ({used.source})", "take another id"
+        )
+    build_cache(
+        target, rows, config.cache, config.cache_path, fingerprint, config.run.allow_mismatch
+    )
+    _print_cache(config.cache_path)
+
+
+def run_train(config: PipelineConfig) -> None:
+    """The cache to a trained draft."""
+    accelerator = make_accelerator(config)
+    if accelerator.is_main_process:
+        record_run(config, "train")
+    reader = CacheReader(config.cache_path)
+    folder = resolve_folder(config.target)
+    frozen = _frozen(folder, config, accelerator.device, config.run.precision)
+    shape = DraftShape.of_target(
+        text_config(load_model_config(folder, config.target.trust_remote_code)),
+        reader.header.tap_layers,
+        config.target.mask_token_id,
+        config.draft,
+    )
+    check_mask_token(shape.mask_token_id, shape.vocab_size, ())
+    torch.manual_seed(config.run.seed)
+    draft = Draft(shape, frozen)
+    if config.draft.init_norm_from_target:
+        draft.init_norm_from_target()
+    fingerprint = _draft_fingerprint(reader.fingerprint, shape)
+    summary = fit(draft, reader, config, fingerprint, accelerator)
+    if accelerator.is_main_process:
+        parameters = sum(p.numel() for p in draft.parameters())
+        console.print(
+            f"{summary.checkpoint}: {summary.steps} steps ({summary.steps_done_now} now, "
+            f"{summary.skipped} skipped, {summary.seconds:.0f} s), {parameters / 1e6:.1f} M "
+            f"trained parameters"
+        )
+        for name in ("loss", "ce", "l1", "tau_teacher_forced", "accept_rate_by_slot"):
+            if name in summary.figures:
+                console.print(f"  {name}: {_short(summary.figures[name])}")
+
+
+def run_evaluate(config: PipelineConfig) -> None:
+    """Real decoding with the draft, beside plain decoding and prompt lookup."""
+    record_run(config, "evaluate")
+    draft, target, identity = _load_for_decoding(config, config.evaluate.checkpoint)
+    prompts = read_prompts(Path(config.evaluate.prompts))
+    options = config.evaluate
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    drafters: dict[str, Drafter] = {
+        "draft": ModelDrafter(draft.to(dtype=DTYPES[options.precision]), sampling)
+    }
+    if options.lookup:
+        drafters["lookup"] = LookupDrafter(draft.shape.block_size)
+    folder = config.run_dir / "evaluation"
+    result = evaluate(target, drafters, prompts, options, folder, identity)
+    print_evaluation(result, console)
+    console.print(f"written to {folder}")
+
+
+def run_export(config: PipelineConfig) -> None:
+    """The draft as folders that engines load."""
+    record_run(config, "export")
+    draft, target, _ = _load_for_decoding(config, config.export.checkpoint)
+    checkpoint = find_checkpoint(config.run_dir, config.export.checkpoint)
+    for warning in engine_warnings(draft.shape):
+        log.warning("%s", warning)
+    prompts = read_prompts(Path(config.evaluate.prompts), config.export.check_prompts)
+    ids = [
+        encode_prompt(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts
+    ]
+    for layout in config.export.formats:
+        folder = config.run_dir / "export" / layout.value
+        write_portable(draft, folder, Fingerprint.load(checkpoint / "fingerprint.json"))
+        report = check_portable(
+            folder, draft, draft.frozen, target, ids, config.evaluate.max_new_tokens
+        )
+        console.print(
+            f"{folder}: reloaded; {report.tensors} tensors fit the contract; all "
+            f"{report.tokens} tokens of {report.blocks} drafted blocks are the trainer's "
+            f"(fp32 masters draft {report.same_as_master:.1%} of the blocks identically)"
+        )
+
+
+def _load_for_decoding(config: PipelineConfig, name: str) -> tuple[Draft, Target, str]:
+    """Draft and target of a checkpoint in the evaluation's type, and what names the checkpoint.
+
+    Raises:
+        FingerprintMismatchError: the target is not the one that the draft was trained for.
+    """
+    checkpoint = find_checkpoint(config.run_dir, name)
+    shape = DraftShape.from_json((checkpoint / "shape.json").read_text())
+    device, precision = _device(config), config.evaluate.precision
+    target = Target(config.target, device, precision, shape.tap_layers)
+    own = _draft_fingerprint(Fingerprint.of_target(target), shape)
+    stored = Fingerprint.load(checkpoint / "fingerprint.json")
+    own.require_match(stored, "the target", str(checkpoint), config.run.allow_mismatch)
+    frozen = _frozen(target.folder, config, device, precision)
+    draft = load_draft(checkpoint, frozen).to(device)
+    state = load_state(checkpoint)
+    identity = {"step": state.step, "config": state.config, "fingerprint": stored.fields}
+    return draft, target, str(sorted(identity.items()))
+
+
+def _draft_fingerprint(fingerprint: Fingerprint, shape: DraftShape) -> Fingerprint:
+    return fingerprint.extended(
+        tap_layers=str(list(shape.tap_layers)),
+        block_layout=f"anchor-first, {shape.block_size} slots",
+        mask_token_id=str(shape.mask_token_id),
+    )
+
+
+def _frozen(
+    folder: Path, config: PipelineConfig, device: torch.device, precision: Precision
+) -> FrozenHead:
+    head = read_frozen_head(folder, config.target.trust_remote_code)
+    return head.to(device, DTYPES[precision])
+
+
+def _device(config: PipelineConfig) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if config.run.device is Device.cuda and not cuda:
+        raise ConfigError("run.device=cuda", "there is no CUDA device", "run.device=cpu")
+    return torch.device("cpu" if config.run.device is Device.cpu or not cuda else "cuda")
+
+
+def _print_cache(folder: Path) -> None:
+    console.print(str(folder))
+    for name, text in describe_cache(folder).items():
+        console.print(f"  {name}: {text}")
+
+
+def _short(value: float | list[float]) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{v:.3f}" for v in value)
+    return f"{value:.4f}"
+
+
+RUN: dict[str, Callable[[PipelineConfig], None]] = {
+    "regenerate": run_regenerate,
+    "cache": run_cache,
+    "train": run_train,
+    "evaluate": run_evaluate,
+    "export": run_export,
+}
