@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from data.config import CorpusConfig
 from data.errors import DataError
 
 log = logging.getLogger(__name__)
+PACKAGE_PREFIX = "pkg://"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,14 @@ class Prompt:
     class_name: str
     source: str
     system: str | None = None
+
+
+def locate(path: str) -> Path:
+    """A path, or a file that ships with the project: ``pkg://data/demo/train.jsonl``."""
+    if not path.startswith(PACKAGE_PREFIX):
+        return Path(path)
+    package, _, rest = path.removeprefix(PACKAGE_PREFIX).partition("/")
+    return Path(str(files(package).joinpath(rest)))
 
 
 def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:

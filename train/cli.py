@@ -8,10 +8,11 @@ import difflib
 import logging
 import os
 import sys
+from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -41,8 +42,13 @@ def main() -> None:
     try:
         run_verb(verb, arguments[1:])
     except UserError as error:
-        sys.stderr.write(f"dspark {verb}: {error}\n")
-        sys.exit(USER_ERROR)
+        fail(verb, error)
+
+
+def fail(verb: str, error: UserError) -> NoReturn:
+    """Ends the process with the message alone: a user's mistake needs no traceback."""
+    sys.stderr.write(f"dspark {verb}: {error}\n")
+    sys.exit(USER_ERROR)
 
 
 def run_verb(verb: str, overrides: list[str]) -> None:
@@ -57,10 +63,13 @@ def run_verb(verb: str, overrides: list[str]) -> None:
 
     @hydra.main(version_base="1.3", config_path="pkg://configs", config_name=verb)
     def application(cfg: DictConfig) -> None:
-        config = load_config(cfg, verb)
-        from train.verbs import RUN  # imports torch
+        try:
+            config = load_config(cfg, verb)
+            from train.verbs import RUN  # imports torch
 
-        RUN[verb](config)
+            RUN[verb](config)
+        except UserError as error:  # Hydra would print lines of its own before it goes on
+            fail(verb, error)
 
     # Hydra reads sys.argv, and would print its own errors and end the process.
     sys.argv = [f"dspark {verb}", *overrides]
@@ -92,19 +101,23 @@ def require_effect(verb: str, override: str) -> None:
 
 def explain(error: Exception, overrides: list[str]) -> ConfigError:
     """One message from Hydra's chain of errors: the key, what is wrong, and the fix."""
+    if isinstance(error, MissingConfigException):
+        options = ", ".join(error.options or [])
+        return ConfigError(str(error.missing_cfg_file), "no such preset", f"there are: {options}")
+    if isinstance(error, OverrideParseException):
+        return ConfigError(error.override, str(error).split("\n")[0], "write key=value")
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    key = str(getattr(cause, "full_key", None) or "")
-    text = str(cause).split("\n")[0]
-    guess = key or next((o for o in overrides if o.split("=")[0] in str(error)), "configuration")
+    given = next((o for o in overrides if o.split("=")[0].lstrip("+~") in str(error)), "")
+    key = str(getattr(cause, "full_key", None) or given.split("=")[0].lstrip("+~"))
+    key = key.split("[")[0]
     known = known_keys()
     if key in known:
-        return ConfigError(key, text, f"{known[key]}")
-    close = difflib.get_close_matches(guess.lstrip("+~").split("=")[0], known, n=3)
-    fix = f"did you mean {' or '.join(close)}?" if close else "see --help for all keys"
-    first_line = str(error).split("\n")[0]
-    return ConfigError(guess, "unknown key" if close and key else first_line, fix)
+        return ConfigError(given or key, str(cause).split("\n")[0], f"{key} is {known[key]}")
+    close = difflib.get_close_matches(key, known, n=3)
+    fix = f"did you mean {' or '.join(close)}?" if close else "'--help' lists all keys"
+    return ConfigError(key, "unknown key" if close else str(cause).split("\n")[0], fix)
 
 
 if __name__ == "__main__":

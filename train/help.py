@@ -62,13 +62,14 @@ def group_options(group: str) -> list[str]:
 
 @cache
 def known_keys() -> dict[str, str]:
-    """Every key with its documentation."""
+    """Every key with its type and documentation."""
     keys: dict[str, str] = {}
     for field in fields(PipelineConfig):
         if isinstance(field.type, type) and is_dataclass(field.type):
-            keys |= {f"{field.name}.{f.name}": _doc(f) for f in fields(field.type)}
+            inner = {f"{field.name}.{f.name}": f for f in fields(field.type)}
         else:
-            keys[field.name] = _doc(field)
+            inner = {field.name: field}
+        keys |= {name: f"({_type_name(f.type)}) {_doc(f)}" for name, f in inner.items()}
     return keys
 
 

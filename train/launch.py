@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from accelerate import Accelerator
 
 from data.config import Device, Precision
@@ -13,19 +14,20 @@ def make_accelerator(config: PipelineConfig) -> Accelerator:
     """The accelerator of this rank.
 
     Raises:
-        ConfigError: torchrun started several processes, but each believes that it is alone (they
+        ConfigError: several processes were started, but each believes that it is alone (they
             would all write the same checkpoint).
     """
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.run.precision is Precision.bf16 else "no",
-        cpu=config.run.device is Device.cpu,
-    )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != world:
-        raise ConfigError(
-            f"WORLD_SIZE={world}",
-            f"accelerate sees {accelerator.num_processes} process(es)",
-            "on CPU start with ACCELERATE_USE_CPU=true torchrun --nproc-per-node N -m train.cli "
-            "train ...",
+    fix = "start with 'torchrun --nproc-per-node N -m train.cli train ...'"
+    try:
+        accelerator = Accelerator(
+            mixed_precision="bf16" if config.run.precision is Precision.bf16 else "no",
+            # Said outright: without it torchrun's ranks on a CPU machine do not see each other.
+            cpu=config.run.device is Device.cpu or not torch.cuda.is_available(),
         )
+    except ValueError as error:
+        raise ConfigError(f"WORLD_SIZE={world}", str(error), fix) from error
+    if accelerator.num_processes != world:
+        found = f"accelerate sees {accelerator.num_processes} process(es)"
+        raise ConfigError(f"WORLD_SIZE={world}", found, fix)
     return accelerator

@@ -12,7 +12,7 @@ from data.cache.read import CacheReader
 from data.cache.verify import describe_cache, verify_cache
 from data.chat import encode_prompt
 from data.config import CacheMode, Device, Precision
-from data.corpus import read_prompts, read_rows
+from data.corpus import locate, read_prompts, read_rows
 from data.errors import CacheError, ConfigError
 from data.fingerprint import Fingerprint, check_mask_token
 from data.regenerate import regenerate
@@ -46,7 +46,7 @@ console = Console(width=max(Console().width, 110), soft_wrap=True)
 def run_regenerate(config: PipelineConfig) -> None:
     """Prompts to rows of the target's own answers."""
     record_run(config, "regenerate")
-    prompts = read_prompts(Path(config.corpus.prompts), config.corpus.limit)
+    prompts = read_prompts(locate(config.corpus.prompts), config.corpus.limit)
     target = Target(config.target, _device(config))
     summary = regenerate(
         target, prompts, config.regenerate, config.rows_path, Fingerprint.of_target(target)
@@ -136,7 +136,7 @@ def run_evaluate(config: PipelineConfig) -> None:
     """Real decoding with the draft, beside plain decoding and prompt lookup."""
     record_run(config, "evaluate")
     draft, target, identity = _load_for_decoding(config, config.evaluate.checkpoint)
-    prompts = read_prompts(Path(config.evaluate.prompts))
+    prompts = read_prompts(locate(config.evaluate.prompts))
     options = config.evaluate
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     drafters: dict[str, Drafter] = {
@@ -157,7 +157,7 @@ def run_export(config: PipelineConfig) -> None:
     checkpoint = find_checkpoint(config.run_dir, config.export.checkpoint)
     for warning in engine_warnings(draft.shape):
         log.warning("%s", warning)
-    prompts = read_prompts(Path(config.evaluate.prompts), config.export.check_prompts)
+    prompts = read_prompts(locate(config.evaluate.prompts), config.export.check_prompts)
     ids = [
         encode_prompt(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts
     ]

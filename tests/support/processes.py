@@ -23,9 +23,9 @@ def run_script(script: str, *arguments: str, cwd: Path) -> str:
     return _run(command, cwd)
 
 
-def dspark(*arguments: str, cwd: Path, expect: int = 0) -> str:
+def dspark(*arguments: str, cwd: Path, expect: int = 0, **variables: str) -> str:
     """Runs the command in a folder; returns stdout and stderr together."""
-    return _run([sys.executable, "-m", "train.cli", *arguments], cwd, expect)
+    return _run([sys.executable, "-m", "train.cli", *arguments], cwd, expect, variables)
 
 
 def torchrun(ranks: int, *arguments: str, cwd: Path) -> str:
@@ -33,7 +33,7 @@ def torchrun(ranks: int, *arguments: str, cwd: Path) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command = [*launcher, *rendezvous, "-m", "train.cli", *arguments]
-    return _run(command, cwd, more={"ACCELERATE_USE_CPU": "true"})
+    return _run(command, cwd)
 
 
 def kill_when(
