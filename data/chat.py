@@ -72,8 +72,11 @@ def encode_conversation(
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(tokenizer, messages[:turn], True)
-        whole = render(tokenizer, messages[: turn + 1], False)
+        try:
+            prompt = render(tokenizer, messages[:turn], True)
+            whole = render(tokenizer, messages[: turn + 1], False)
+        except DataError as error:
+            raise DataError(conversation.source, str(error)) from error
         if not whole.startswith(prompt):
             raise DataError(
                 conversation.source,

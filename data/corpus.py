@@ -51,14 +51,14 @@ def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, di
         raise DataError(
             str(path), "no such file", "check the path, or run the stage that writes it"
         )
-    with path.open(encoding="utf-8", errors="strict") as lines:
+    with path.open("rb") as lines:  # bytes, so that a line that is not UTF-8 can be named
         for number, line in enumerate(lines, 1):
             source = f"{path}:{number}"
-            if not line.strip() or (skip_torn and not line.endswith("\n")):
+            if not line.strip() or (skip_torn and not line.endswith(b"\n")):
                 continue
             try:
-                value = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+                value = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
                 raise DataError(source, f"not JSON ({error})", "mend or delete the line") from error
             if not isinstance(value, dict):
                 raise DataError(source, "not a JSON object", 'write {"turns": ["..."]}')

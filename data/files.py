@@ -1,6 +1,9 @@
 """Writing files so that a killed process or a full disk leaves either the old or the new state."""
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -34,6 +37,27 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         partial.unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A folder to write files into; when the block ends it is synced and takes its name, in place
+    of an older one. When the block fails nothing is left of it.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.iterdir():
+            fsync_file(path)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync_dir(final.parent)
 
 
 def create_exclusive(path: Path, content: str) -> None:

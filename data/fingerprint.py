@@ -14,6 +14,7 @@ from typing import Any
 
 from data.chat import Message, Tokenizer, render
 from data.errors import FingerprintMismatchError, TargetError
+from data.files import write_atomic
 from data.target import Target, tensor_files
 
 # Rendered by every stage. They hold what templates treat apart: a default system prompt, several
@@ -60,17 +61,17 @@ class Fingerprint:
         """
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            return cls({str(k): str(v) for k, v in fields.items()})
+        except (OSError, ValueError, AttributeError) as error:
             raise FingerprintMismatchError(
                 f"{path}: no readable fingerprint ({error})\n"
                 "  fix: run the stage that writes it again; without it a mismatch with serving "
                 "would go unnoticed"
             ) from error
-        return cls({str(k): str(v) for k, v in fields.items()})
 
     def save(self, path: Path) -> None:
         """Writes the fields as JSON."""
-        path.write_text(json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(path, json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n")
 
     def extended(self, **fields: str) -> "Fingerprint":
         """The fingerprint with more fields."""
@@ -123,19 +124,27 @@ def render_probe(tokenizer: Tokenizer, messages: tuple[Message, ...]) -> str:
 
 def hash_weights(folder: Path) -> str:
     """Hash over evenly spaced samples of every tensor's bytes (at most 64 KiB a tensor)."""
+    files = tensor_files(folder)
+    headers = {path: _read_header(path) for path in set(files.values())}
     digest = hashlib.sha256()
-    for name, path in sorted(tensor_files(folder).items()):
+    for name, path in sorted(files.items()):
+        data_start, header = headers[path]
+        start, end = header[name]["data_offsets"]
+        digest.update(json.dumps([name, header[name]["dtype"], header[name]["shape"]]).encode())
+        room = max(end - start - _SAMPLE_BYTES, 0)
         with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))[name]
-            start, end = header["data_offsets"]
-            digest.update(json.dumps([name, header["dtype"], header["shape"]]).encode())
-            room = max(end - start - _SAMPLE_BYTES, 0)
             for i in range(_SAMPLES if room else 1):
-                offset = room * i // max(_SAMPLES - 1, 1)
-                file.seek(8 + size + start + offset)
+                file.seek(data_start + start + room * i // max(_SAMPLES - 1, 1))
                 digest.update(file.read(min(_SAMPLE_BYTES, end - start)))
     return digest.hexdigest()
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begins, and its header."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(size))
+    return 8 + size, header
 
 
 def check_mask_token(mask_token_id: int, vocab_size: int, stop_ids: Collection[int]) -> None:
@@ -144,7 +153,7 @@ def check_mask_token(mask_token_id: int, vocab_size: int, stop_ids: Collection[i
     Raises:
         TargetError: outside the embedding, or a stop token.
     """
-    if mask_token_id >= vocab_size:
+    if not 0 <= mask_token_id < vocab_size:
         raise TargetError(
             f"target.mask_token_id={mask_token_id} is outside the embedding of {vocab_size} rows\n"
             "  fix: take an unused token of the target's vocabulary"

@@ -58,6 +58,7 @@ def regenerate(
     config: RegenerateConfig,
     output: Path,
     fingerprint: Fingerprint,
+    allow_mismatch: Sequence[str] = (),
 ) -> Summary:
     """Answers every turn of every prompt and appends the rows to ``output``.
 
@@ -65,15 +66,17 @@ def regenerate(
     beside it.
 
     Raises:
-        FingerprintMismatchError: the file's rows come from another target, tokenizer or template.
-        DataError: the file's rows were drawn with other settings, or a prompt cannot be rendered.
+        FingerprintMismatchError: the file's rows come from another target, tokenizer or template,
+            or were drawn with other settings (field ``regenerate``).
+        DataError: a prompt cannot be rendered.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(asdict(config), sort_keys=True)
     beside = output.with_name("fingerprint.json")
     fingerprint = fingerprint.extended(regenerate=settings)
     if output.exists():
-        fingerprint.require_match(Fingerprint.load(beside), "this run", str(output))
+        stored = Fingerprint.load(beside)
+        fingerprint.require_match(stored, "this run", str(output), allow_mismatch)
         _cut_torn_line(output)
     else:
         fingerprint.save(beside)
@@ -87,13 +90,14 @@ def regenerate(
             for requests in _batches(target, prompts, turn, config, rows, settings):
                 missing = [r for r in requests if r.key(settings) not in rows]
                 if missing:
-                    answered = list(_answer(target, requests, config, rows, settings))
-                    answered = [row for row in answered if row["key"] not in rows]
-                    file.writelines(json.dumps(row) + "\n" for row in answered)
+                    answered = _answer(target, requests, config, rows, settings)
+                    # A prompt that occurs twice has one answer.
+                    fresh = {str(r["key"]): r for r in answered if r["key"] not in rows}
+                    file.writelines(json.dumps(row) + "\n" for row in fresh.values())
                     file.flush()
                     os.fsync(file.fileno())
-                    rows.update((str(row["key"]), row) for row in answered)
-                    new_tokens += sum(len(_ids(row["completion_ids"])) for row in answered)
+                    rows |= fresh
+                    new_tokens += sum(len(_ids(row["completion_ids"])) for row in fresh.values())
                 meter.add(len(requests), f"{new_tokens / meter.elapsed_s:.0f} tokens/s")
     reasons = Counter(str(row["finish_reason"]) for row in rows.values())
     return Summary(len(rows), len(rows) - known, new_tokens, dict(reasons))

@@ -133,10 +133,10 @@ def resolve_taps(tap_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         count = min(NUM_DEFAULT_TAPS, last) or 1
         step = (last - 1) / (count - 1) if count > 1 else 0
         taps = tuple(math.floor(1 + i * step) if last else 0 for i in range(count))
-    if max(taps) > num_layers - 2:
+    if min(taps) < 0 or max(taps) > num_layers - 2:
         raise ConfigError(
             f"target.tap_layers={list(taps)}",
-            f"layer {max(taps)} of a target with {num_layers} layers cannot be served",
+            f"not all of them can be served (the target has {num_layers} layers)",
             f"tap layers between 0 and {num_layers - 2}",
         )
     return taps

@@ -28,14 +28,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # Added before transformers adds its own, so that ids follow the order of SPECIAL.
+    tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=SPECIAL[1],
         additional_special_tokens=[SPECIAL[0], SPECIAL[2]],
     )
-    # The order in which ids are given is fixed here, not left to the constructor.
-    ids = {token: fast.convert_tokens_to_ids(token) for token in SPECIAL}
-    if sorted(ids.values()) != list(range(NUM_BYTES, VOCAB_SIZE)):
+    ids = fast.convert_tokens_to_ids(list(SPECIAL))
+    if ids != list(range(NUM_BYTES, VOCAB_SIZE)):
         raise RuntimeError(f"unexpected special ids {ids}")
     fast.chat_template = CHATML
     return fast

@@ -51,7 +51,7 @@ class DraftConfig:
     confidence: bool = key(True, "Train a confidence head (when to stop speculating).")
     intermediate_size: int | None = key(None, "Width of the draft's MLP. None: the target's.")
     init_norm_from_target: bool = key(
-        True, "Start the final norm from the target's: a fresh one starts far from any logits."
+        False, "Start the final norm from the target's instead of 1 (see docs/benchmarks.md)."
     )
 
 

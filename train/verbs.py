@@ -33,7 +33,7 @@ from train.evaluate.run import evaluate
 from train.export.check import check_portable
 from train.export.portable import engine_warnings, write_portable
 from train.launch import make_accelerator
-from train.loop.checkpoint import find_checkpoint, load_draft, load_state
+from train.loop.checkpoint import find_checkpoint, load_draft, load_shape, load_state
 from train.loop.fit import fit
 from train.loop.provenance import record_run
 from train.models.draft import Draft, DraftShape
@@ -49,7 +49,12 @@ def run_regenerate(config: PipelineConfig) -> None:
     prompts = read_prompts(locate(config.corpus.prompts), config.corpus.limit)
     target = Target(config.target, _device(config))
     summary = regenerate(
-        target, prompts, config.regenerate, config.rows_path, Fingerprint.of_target(target)
+        target,
+        prompts,
+        config.regenerate,
+        config.rows_path,
+        Fingerprint.of_target(target),
+        config.run.allow_mismatch,
     )
     console.print(
         f"{config.rows_path}: {summary.rows} rows ({summary.written} new with "
@@ -138,7 +143,8 @@ def run_evaluate(config: PipelineConfig) -> None:
     draft, target, identity = _load_for_decoding(config, config.evaluate.checkpoint)
     prompts = read_prompts(locate(config.evaluate.prompts))
     options = config.evaluate
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    # The draft's law is tempered only; top-k and top-p are the target's.
+    sampling = Sampling(options.temperature)
     drafters: dict[str, Drafter] = {
         "draft": ModelDrafter(draft.to(dtype=DTYPES[options.precision]), sampling)
     }
@@ -181,7 +187,7 @@ def _load_for_decoding(config: PipelineConfig, name: str) -> tuple[Draft, Target
         FingerprintMismatchError: the target is not the one that the draft was trained for.
     """
     checkpoint = find_checkpoint(config.run_dir, name)
-    shape = DraftShape.from_json((checkpoint / "shape.json").read_text())
+    shape = load_shape(checkpoint)
     device, precision = _device(config), config.evaluate.precision
     target = Target(config.target, device, precision, shape.tap_layers)
     own = _draft_fingerprint(Fingerprint.of_target(target), shape)

@@ -4,40 +4,36 @@ A process that is killed loses at most the part in hand. Started again, it keeps
 and redoes the rest; the plan makes the result the same bit for bit.
 """
 
-import hashlib
+import contextlib
 import json
 import logging
 import os
 import shutil
 import socket
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import zarr
-from zarr.errors import ZarrUserWarning
 
 from data.batch import Row, content_hash
 from data.cache.codecs import encode_bf16
+from data.cache.finish import finalize
 from data.cache.format import (
     Header,
     Layout,
     Plan,
     array_specs,
-    commit_path,
     create_store,
     plan_parts,
 )
-from data.cache.read import SAMPLE_COLUMNS, samples_digest
+from data.cache.records import Manifest, commit_path
 from data.cache.selfcheck import SelfCheck, self_check
 from data.cache.write import PartWriter
 from data.config import CacheConfig
-from data.errors import CacheError, ShardError
-from data.files import create_exclusive, fsync_dir, write_atomic
+from data.errors import CacheError
 from data.fingerprint import Fingerprint
 from data.progress import Meter
 from data.target import Target
@@ -47,20 +43,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildSummary:
-    """What is in the finished cache, and what this process added."""
+    """What is in the finished cache, how many parts this process added, and the self-check
+    (None when nothing was left to build).
+    """
 
-    rows: int
-    tokens: int
-    parts: int
+    manifest: Manifest
     parts_built: int
-    total_bytes: int
-    skipped: int
     check: SelfCheck | None
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes on disk of one token, padding and indexes included."""
-        return self.total_bytes / max(self.tokens, 1)
 
 
 def build_cache(
@@ -87,8 +76,9 @@ def build_cache(
             Fingerprint.load(folder / "fingerprint.json"), "this run", str(folder), allow_mismatch
         )
     else:
-        fingerprint.save(folder / "fingerprint.json")
-        create_store(folder, header, plan)
+        with _full_disk_named(folder):
+            fingerprint.save(folder / "fingerprint.json")
+            create_store(folder, header, plan)
     header = Header.load(folder / "cache.json")
     _remove_leftovers(folder)
     todo = [p for p in range(plan.num_parts) if not commit_path(folder, p).exists()]
@@ -96,17 +86,25 @@ def build_cache(
     if todo:
         _require_space(folder, header, len(todo))
         check = self_check(target, rows, config)
-        _build_parts(target, rows, plan, header, config, folder, todo)
-    total_bytes, skipped = _finalize(folder, header, plan, rows)
-    return BuildSummary(
-        len(rows) - skipped,
-        int(plan.lengths.sum()),
-        plan.num_parts,
-        len(todo),
-        total_bytes,
-        skipped,
-        check,
-    )
+        with _full_disk_named(folder):
+            _build_parts(target, rows, plan, header, config, folder, todo)
+    with _full_disk_named(folder):
+        manifest = finalize(folder, header, plan, rows)
+    return BuildSummary(manifest, len(todo), check)
+
+
+@contextlib.contextmanager
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    """Says what to do when the disk refuses a write, and removes what was half written."""
+    try:
+        yield
+    except OSError as error:
+        _remove_leftovers(folder)
+        free = shutil.disk_usage(folder).free
+        raise CacheError(
+            f"{folder}: could not be written ({error}); {free / 1e9:.2f} GB free\n"
+            "  fix: make room and run the same command again; finished parts stay"
+        ) from error
 
 
 def plan_cache(target: Target, rows: Sequence[Row], config: CacheConfig) -> tuple[Header, Plan]:
@@ -167,13 +165,6 @@ def _build_parts(
                         "time": time.time(),
                     }
                 )
-            except OSError as error:
-                writer.discard()
-                free = shutil.disk_usage(folder).free
-                raise CacheError(
-                    f"{folder}: part {part} could not be written ({error}); {free / 1e9:.2f} GB "
-                    "free\n  fix: make room and run the same command again; finished parts stay"
-                ) from error
             except BaseException:
                 writer.discard()
                 raise
@@ -236,68 +227,3 @@ def _require_space(folder: Path, header: Header, parts: int) -> None:
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.rglob("*.partial"):
         path.unlink()
-
-
-def _finalize(folder: Path, header: Header, plan: Plan, rows: Sequence[Row]) -> tuple[int, int]:
-    """Checks that every part is there, writes the sample table and the manifest."""
-    manifest_path = folder / "manifest.json"
-    if manifest_path.exists():
-        manifest = json.loads(manifest_path.read_text())
-        _require_objects(folder, header)
-        return int(manifest["bytes"]), len(manifest["skipped"])
-    total_bytes, skipped, digest = _require_objects(folder, header)
-    keep = np.array([i for i in range(len(rows)) if i not in {int(s[0]) for s in skipped}], int)
-    classes = {name: i for i, name in enumerate(header.class_names)}
-    columns = {
-        "start": plan.starts[keep],
-        "length": plan.lengths[keep],
-        "sample_id": keep,
-        "part": plan.parts[keep],
-        "row_key": [rows[i].row_key for i in keep],
-        "class_id": [classes[rows[i].class_name] for i in keep],
-    }
-    group = zarr.open_group(folder / "data.zarr", mode="a").require_group("samples")
-    for name, dtype in SAMPLE_COLUMNS.items():
-        values = np.asarray(columns[name], dtype=dtype)
-        group.create_array(name, data=values, dimension_names=("sample",), overwrite=True)
-    with warnings.catch_warnings():
-        # Readers without consolidated metadata ignore it; those with it open with one request.
-        warnings.simplefilter("ignore", ZarrUserWarning)
-        zarr.consolidate_metadata(folder / "data.zarr")
-    fsync_dir(folder / "data.zarr")
-    if skipped:
-        lines = [json.dumps({"source": rows[int(i)].source, "reason": r}) for i, r in skipped]
-        write_atomic(folder / "quarantine.jsonl", "\n".join(lines) + "\n")
-        log.warning("%d rows with non-finite states are listed in quarantine.jsonl", len(skipped))
-    manifest = {
-        "cache_uuid": header.cache_uuid,
-        "num_parts": header.num_parts,
-        "num_samples": len(keep),
-        "num_tokens": int(plan.lengths[keep].sum()),
-        "bytes": total_bytes,
-        "commits_sha256": digest,
-        "samples_sha256": samples_digest(folder),
-        "skipped": skipped,
-    }
-    create_exclusive(manifest_path, json.dumps(manifest, indent=1) + "\n")
-    return total_bytes, len(skipped)
-
-
-def _require_objects(folder: Path, header: Header) -> tuple[int, list[list[int | str]], str]:
-    """Every part committed and every object as long as its record says."""
-    total, skipped = 0, []
-    digest = hashlib.sha256()
-    for part in range(header.num_parts):
-        path = commit_path(folder, part)
-        if not path.exists():
-            raise CacheError(f"{path}: part {part} is missing\n  fix: run 'dspark cache' again")
-        record = json.loads(path.read_text())
-        digest.update(json.dumps(record["objects"], sort_keys=True).encode())
-        skipped += record["skipped"]
-        for name, entry in record["objects"].items():
-            size = (folder / name).stat().st_size if (folder / name).exists() else -1
-            if size != entry["bytes"]:
-                problem = "is missing" if size < 0 else f"has {size} bytes, not {entry['bytes']}"
-                raise ShardError(folder / name, problem)
-            total += size
-    return total, skipped, digest.hexdigest()

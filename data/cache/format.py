@@ -25,6 +25,15 @@ MIN_CHUNK_TOKENS = 16
 CHECKSUM_BYTES = 4
 INDEX_ENTRY_BYTES = 16
 ABSENT = 2**64 - 1
+# Column of the `samples` group -> its type. `sample_id` is the row's place in the input.
+SAMPLE_COLUMNS = {
+    "start": "int64",
+    "length": "int32",
+    "sample_id": "int64",
+    "part": "int32",
+    "row_key": "uint64",
+    "class_id": "uint16",
+}
 
 
 @dataclass(frozen=True)
@@ -186,18 +195,24 @@ class Header:
         """
         try:
             value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            found = (value["format"], value["version"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(
                 f"{path}: no readable cache header ({error})\n  fix: build with 'dspark cache'"
             ) from error
-        if (value.get("format"), value.get("version")) != (FORMAT, VERSION):
+        if found != (FORMAT, VERSION):
             raise CacheError(
-                f"{path}: format {value.get('format')} version {value.get('version')}, but this "
-                f"version reads {FORMAT} {VERSION}\n  fix: use the version that wrote it"
+                f"{path}: format {found[0]} version {found[1]}, but this version"
+                f" reads {FORMAT} {VERSION}\n  fix: use the version that wrote it"
             )
-        value["tap_layers"] = tuple(value["tap_layers"])
-        value["class_names"] = tuple(value["class_names"])
-        return cls(**value)
+        try:
+            value["tap_layers"] = tuple(value["tap_layers"])
+            value["class_names"] = tuple(value["class_names"])
+            return cls(**value)
+        except (KeyError, TypeError) as error:
+            raise CacheError(
+                f"{path}: damaged cache header ({error})\n  fix: rebuild the cache"
+            ) from error
 
     def require_same(self, stored: "Header", path: Path) -> None:
         """Refuses to go on with another cache.
@@ -242,11 +257,6 @@ def create_store(folder: Path, header: Header, plan: Plan) -> Header:
     stored = Header(**{**asdict(header), "cache_uuid": uuid.uuid4().hex})
     create_exclusive(folder / "cache.json", json.dumps(asdict(stored), indent=1) + "\n")
     return stored
-
-
-def commit_path(folder: Path, part: int) -> Path:
-    """The record whose presence says that a part exists."""
-    return folder / "commits" / f"part-{part:08d}.json"
 
 
 def _floor_power(value: int) -> int:

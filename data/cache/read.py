@@ -1,14 +1,11 @@
 """Reads rows from local shards through memory maps; a chunk is checked when first touched."""
 
-import hashlib
-import json
 import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +18,13 @@ from data.cache.format import (
     ABSENT,
     CHECKSUM_BYTES,
     INDEX_ENTRY_BYTES,
+    SAMPLE_COLUMNS,
     ArraySpec,
     Header,
     Layout,
     array_specs,
-    commit_path,
 )
+from data.cache.records import CommitRecord, Manifest, commit_path, samples_digest
 from data.errors import CacheError, ShardError
 from data.fingerprint import Fingerprint
 
@@ -146,16 +144,12 @@ class CacheReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.header = Header.load(folder / "cache.json")
-        if not (folder / "manifest.json").is_file():
-            raise CacheError(
-                f"{folder}: the cache is not finished\n  fix: run 'dspark cache' again"
-            )
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        self.manifest = Manifest.load(folder)
         self.fingerprint = Fingerprint.load(folder / "fingerprint.json")
         self.specs = {spec.name: spec for spec in array_specs(self.header.layout)}
-        self.samples = _read_samples(folder, self.manifest["samples_sha256"])
+        self.samples = _read_samples(folder, self.manifest.samples_sha256)
         self._object = lru_cache(maxsize=_OPEN_PARTS * len(self.specs))(self._open_object)
-        self._record = lru_cache(maxsize=None)(self._load_record)
+        self._record = lru_cache(maxsize=None)(partial(CommitRecord.load, folder))
 
     def __len__(self) -> int:
         return len(self.samples.lengths)
@@ -173,12 +167,6 @@ class CacheReader:
             row_key=int(self.samples.row_keys[index]),
         )
 
-    def loss_mask(self, index: int) -> np.ndarray:
-        """Which tokens of row ``index`` are supervised, bool [T]; reads nothing else."""
-        start, count = int(self.samples.starts[index]), int(self.samples.lengths[index])
-        data = self._object("loss_mask", int(self.samples.parts[index])).tokens(start, count)
-        return data.astype(np.bool_)
-
     def objects(self) -> Iterator[tuple[str, int]]:
         """(array, part) of every object of the cache."""
         for part in range(self.header.num_parts):
@@ -191,25 +179,10 @@ class CacheReader:
 
     def _open_object(self, name: str, part: int) -> ObjectReader:
         key = self.specs[name].object_key(part)
-        size = int(self._record(part)["objects"][key]["bytes"])
+        size = self._record(part).objects.get(key)
+        if size is None:
+            raise ShardError(commit_path(self.folder, part), f"does not name {key}")
         return ObjectReader(self.folder / key, self.specs[name], self.header.layout, size)
-
-    def _load_record(self, part: int) -> dict[str, Any]:
-        path = commit_path(self.folder, part)
-        try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ShardError(path, f"unreadable commit record ({error})") from error
-        return record
-
-
-def samples_digest(folder: Path) -> str:
-    """SHA-256 over the files of the sample table: zarr reads a missing chunk as zeros."""
-    digest = hashlib.sha256()
-    for path in sorted((folder / "data.zarr" / "samples").rglob("*")):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _read_samples(folder: Path, expected_digest: str) -> SampleTable:
@@ -227,14 +200,3 @@ def _read_samples(folder: Path, expected_digest: str) -> SampleTable:
         columns["row_key"],
         columns["class_id"],
     )
-
-
-# Column of the `samples` group -> its type. `sample_id` is the row's place in the input.
-SAMPLE_COLUMNS = {
-    "start": "int64",
-    "length": "int32",
-    "sample_id": "int64",
-    "part": "int32",
-    "row_key": "uint64",
-    "class_id": "uint16",
-}

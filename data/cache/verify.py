@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data.cache.read import CacheReader
+from data.cache.records import commits_digest
 from data.errors import ShardError
 from data.progress import Meter
 
@@ -34,6 +35,8 @@ def verify_cache(folder: Path) -> VerifyReport:
             except ShardError as error:
                 problems.append(str(error))
             meter.add(1, f"{len(problems)} bad")
+    if commits_digest(folder, reader.header.num_parts) != reader.manifest.commits_sha256:
+        problems.append(f"{folder / 'commits'}: a commit record was changed after the build")
     return VerifyReport(len(objects), tuple(problems))
 
 
@@ -45,16 +48,16 @@ def describe_cache(folder: Path) -> dict[str, str]:
     classes = ", ".join(
         f"{n or '(none)'} {c}" for n, c in zip(header.class_names, counts, strict=True)
     )
-    tokens = max(int(manifest["num_tokens"]), 1)
+    tokens = max(manifest.num_tokens, 1)
     raw = 2 * (len(header.tap_layers) + 1) * header.hidden_size
     return {
-        "rows": f"{manifest['num_samples']:,} ({classes})",
+        "rows": f"{manifest.num_samples:,} ({classes})",
         "tokens": f"{tokens:,}",
-        "size": f"{manifest['bytes'] / 1e9:.3f} GB",
-        "bytes per token": f"{manifest['bytes'] / tokens:,.0f} (raw bf16 states: {raw:,})",
+        "size": f"{manifest.total_bytes / 1e9:.3f} GB",
+        "bytes per token": f"{manifest.total_bytes / tokens:,.0f} (raw bf16 states: {raw:,})",
         "taps": f"layers {list(header.tap_layers)} of width {header.hidden_size}",
         "codec": header.codec,
         "parts": f"{header.num_parts} of {header.part_tokens:,} tokens",
-        "skipped rows": str(len(manifest["skipped"])),
+        "skipped rows": str(len(manifest.skipped)),
         "id": header.cache_uuid,
     }

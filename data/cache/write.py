@@ -4,6 +4,7 @@ A shard is its inner chunks, each followed by its CRC32C, then an index of (offs
 and the index's CRC32C. zarr-python would build a whole shard in memory, and never syncs.
 """
 
+import contextlib
 import json
 import os
 import struct
@@ -14,7 +15,9 @@ from typing import BinaryIO
 import numpy as np
 from crc32c import crc32c
 
-from data.cache.format import ABSENT, CHECKSUM_BYTES, ArraySpec, Layout, commit_path
+from data.cache.format import ABSENT, CHECKSUM_BYTES, ArraySpec, Layout
+from data.cache.records import commit_path
+from data.errors import CacheError
 from data.files import create_exclusive, fsync_dir
 
 
@@ -82,7 +85,8 @@ class ObjectWriter:
 
     def discard(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+            self._file.close()
         self._partial.unlink(missing_ok=True)
 
     def _write_chunk(self, data: bytearray | memoryview | bytes) -> None:
@@ -112,13 +116,19 @@ class PartWriter:
         """Publishes the objects and then the commit record; returns the bytes written.
 
         Raises:
-            FileExistsError: somebody else has committed this part.
+            CacheError: somebody else has committed this part.
         """
         objects = {self._keys[name]: writer.close() for name, writer in self._writers.items()}
         for key in self._keys.values():
             fsync_dir((self._folder / key).parent)
         text = json.dumps({"part": self._part, **record, "objects": objects}) + "\n"
-        create_exclusive(commit_path(self._folder, self._part), text)
+        try:
+            create_exclusive(commit_path(self._folder, self._part), text)
+        except FileExistsError as error:
+            raise CacheError(
+                f"{self._folder}: another process has built part {self._part} meanwhile\n"
+                "  fix: let one process build at a time"
+            ) from error
         return sum(entry["bytes"] for entry in objects.values())
 
     def discard(self) -> None:

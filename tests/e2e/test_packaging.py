@@ -43,7 +43,7 @@ def test_command_of_the_wheel_runs_from_another_folder(wheel: Path, tmp_path: Pa
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     python = venv / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, timeout=120)
     # The dependencies come from this environment. As a plain path, so that its own editable
     # install of the project stays out.

@@ -25,11 +25,11 @@ from data.cache.format import (
     Layout,
     Plan,
     array_specs,
-    commit_path,
     create_store,
     plan_parts,
 )
 from data.cache.read import CacheReader, ObjectReader
+from data.cache.records import commit_path
 from data.cache.verify import describe_cache, verify_cache
 from data.cache.write import ObjectWriter, PartWriter
 from data.config import CacheConfig
@@ -254,19 +254,18 @@ def test_built_cache_holds_what_the_target_computes(
         folder = Path(name)
         summary = build_cache(target, rows, config, folder, Fingerprint.of_target(target))
         reader = CacheReader(folder)
-        assert len(reader) == summary.rows == len(rows)
-        assert summary.tokens == sum(len(row) for row in rows)
-        assert summary.parts == summary.parts_built == reader.header.num_parts
+        assert len(reader) == summary.manifest.num_samples == len(rows)
+        assert summary.manifest.num_tokens == sum(len(row) for row in rows)
+        assert summary.manifest.num_parts == summary.parts_built == reader.header.num_parts
         assert reader.header.tap_layers == TAPS
         for i, row in enumerate(rows):
             require_row(target, reader[i], row, exact=batch_tokens == 1)
-            assert reader.loss_mask(i).tolist() == row.loss_mask
             assert reader.header.class_names[reader.samples.class_ids[i]] == row.class_name
         report = verify_cache(folder)
-        assert (report.objects, report.problems) == (4 * summary.parts, ())
-        assert describe_cache(folder)["tokens"] == f"{summary.tokens:,}"
+        assert (report.objects, report.problems) == (4 * summary.manifest.num_parts, ())
+        assert describe_cache(folder)["tokens"] == f"{summary.manifest.num_tokens:,}"
         states = [p for p in (folder / "data.zarr").glob("*/c.*") if p.is_file()]
-        assert summary.total_bytes == sum(p.stat().st_size for p in states)
+        assert summary.manifest.total_bytes == sum(p.stat().st_size for p in states)
 
 
 def test_row_with_non_finite_states_is_quarantined_by_its_source(
@@ -285,7 +284,7 @@ def test_row_with_non_finite_states_is_quarantined_by_its_source(
         summary = build_cache(target, rows, config, tmp_path, Fingerprint.of_target(target))
     finally:
         handle.remove()
-    assert (summary.skipped, summary.rows) == (1, 2)
+    assert (len(summary.manifest.skipped), summary.manifest.num_samples) == (1, 2)
     line = json.loads((tmp_path / "quarantine.jsonl").read_text())
     assert line == {"source": rows[1].source, "reason": "non-finite states"}
     reader = CacheReader(tmp_path)

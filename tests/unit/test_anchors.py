@@ -112,6 +112,11 @@ def test_a_draw_depends_on_seed_epoch_and_row(other: dict[str, int]) -> None:
     assert not np.array_equal(first, draw_anchors(mask("1" * 200), 20, **{**keys, **other}))
 
 
+def test_seed_and_epoch_are_not_mixed_up() -> None:
+    first = draw_anchors(mask("1" * 200), 20, seed=1, epoch=0, row_key=0)
+    assert not np.array_equal(first, draw_anchors(mask("1" * 200), 20, 0, 1, 0))
+
+
 def test_a_draw_does_not_depend_on_the_rows_beside_it() -> None:
     alone = draw_blocks(batch("1" * 50, epochs=[3], first_key=9), 5, 4, seed=2)
     torch.manual_seed(123)  # nor on the global generator

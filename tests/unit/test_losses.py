@@ -239,13 +239,13 @@ def test_a_perfect_draft_commits_the_whole_block_and_the_bonus_token() -> None:
 
 def test_tau_multiplies_rates_and_leaves_cut_blocks_out() -> None:
     slot_mask = torch.tensor([[[True, True], [True, False], [False, False]]])
-    rates = torch.tensor([0.5, 0.5, 0.75])
+    rates = torch.tensor([0.5, 0.5, 0.25])
     sums = metric_sums(rates, torch.tensor([0.5, 0.25, 1.0]), slot_mask)
     figures = summarise(sums)
     assert figures["tau_teacher_forced"] == pytest.approx(1 + 0.5 + 0.25)
-    assert figures["accept_rate_by_slot"] == pytest.approx([(0.5 + 0.75) / 2, 0.5])
-    assert figures["confidence_bias"] == pytest.approx((0 - 0.25 + 0.25) / 3)
-    assert figures["confidence_error"] == pytest.approx((0 + 0.25 + 0.25) / 3)
+    assert figures["accept_rate_by_slot"] == pytest.approx([(0.5 + 0.25) / 2, 0.5])
+    assert figures["confidence_bias"] == pytest.approx((0 - 0.25 + 0.75) / 3)
+    assert figures["confidence_error"] == pytest.approx((0 + 0.25 + 0.75) / 3)
 
 
 @given(st.integers(1, 6), st.integers(0, 2**31))

@@ -14,13 +14,13 @@ from train.loop.optim import lr_at, make_optimizer, set_lr, total_steps
 
 def test_rate_rises_linearly_to_the_peak_and_falls_as_half_a_cosine() -> None:
     rates = [lr_at(step, 10, 2.0, 0.2) for step in range(10)]
-    falling = [1 + math.cos(math.pi * i / 8) for i in range(1, 9)]
+    falling = [1 + math.cos(math.pi * i / 9) for i in range(1, 9)]
     assert rates == pytest.approx([1.0, 2.0, *falling])
-    assert rates[5] == pytest.approx(1.0)  # half of the peak, half-way down
 
 
-def test_rate_is_zero_at_the_end_and_never_after_it() -> None:
-    assert lr_at(9, 10, 2.0, 0.2) == pytest.approx(0, abs=1e-12)
+def test_rate_reaches_zero_behind_the_last_step_and_stays_there() -> None:
+    assert 0 < lr_at(9, 10, 2.0, 0.2) < 0.1
+    assert lr_at(10, 10, 2.0, 0.2) == pytest.approx(0, abs=1e-12)
     assert lr_at(25, 10, 2.0, 0.2) == pytest.approx(0, abs=1e-12)
 
 
@@ -34,7 +34,7 @@ def test_rate_is_continuous_and_never_above_the_peak(total: int, warmup_ratio: f
     warmup = max(1, round(total * warmup_ratio))
     assert max(rates) == 1.0 == rates[min(warmup, total) - 1]
     assert min(rates) >= 0
-    steepest = max(1 / warmup, math.pi / 2 / max(1, total - warmup))
+    steepest = max(1 / warmup, math.pi / 2 / (total - warmup + 1))
     jumps = [abs(a - b) for a, b in zip([0.0, *rates], rates, strict=False)]
     assert max(jumps) <= steepest + 1e-9
 

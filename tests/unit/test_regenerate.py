@@ -64,26 +64,35 @@ def test_greedy_rows_are_a_plain_greedy_loops(target: Target, tmp_path: Path) ->
         assert len(row["completion_ids"]) == 8 or stopped
 
 
-def stopping_on(target: Target, token: int) -> Target:
-    """The same target with one more stop token."""
-    other = tiny_target(target.folder)
-    other.stop_ids = tuple(sorted({*target.stop_ids, token}))
-    return other
+def cut_behind(answer: list[int], stop: int) -> list[int]:
+    return answer[: answer.index(stop) + 1] if stop in answer else answer
 
 
 def test_stop_token_ends_an_answer_and_is_kept_in_the_ids_only(
     target: Target, tmp_path: Path
 ) -> None:
-    prompt = encode_prompt(target.tokenizer, [{"role": "user", "content": "one"}])
-    answer = greedy(target, prompt, 8)
-    token = answer[3]
-    cut = answer[: answer.index(token) + 1]
-    # The others of the batch go on, so this one is padded behind its stop.
-    run(stopping_on(target, token), tmp_path / "rows.jsonl")
-    (row,) = (r for r in rows_in(tmp_path / "rows.jsonl") if r["source"] == "p.jsonl:1")
-    assert row["completion_ids"] == cut
-    assert row["finish_reason"] == "stop"
-    assert row["completion"] == target.tokenizer.decode(cut[:-1])
+    prompts = [Prompt((text,), "", text) for text in ("one", "two and more", "three!")]
+    answers = [
+        greedy(target, encode_prompt(target.tokenizer, [{"role": "user", "content": p.source}]), 8)
+        for p in prompts
+    ]
+    # A stop token at which some answers end and others go on, so that the first are padded.
+    stop = max(
+        {token for answer in answers for token in answer},
+        key=lambda token: len({len(cut_behind(answer, token)) for answer in answers}),
+    )
+    expected = [cut_behind(answer, stop) for answer in answers]
+    assert len({len(answer) for answer in expected}) > 1
+    other = tiny_target(target.folder)
+    other.stop_ids = tuple(sorted({*target.stop_ids, stop}))
+    run(other, tmp_path / "rows.jsonl", prompts=prompts)
+    rows = {row["source"]: row for row in rows_in(tmp_path / "rows.jsonl")}
+    for prompt, ids in zip(prompts, expected, strict=True):
+        row = rows[prompt.source]
+        stopped = ids[-1] in other.stop_ids
+        assert row["completion_ids"] == ids
+        assert row["finish_reason"] == ("stop" if stopped else "length")
+        assert row["completion"] == target.tokenizer.decode(ids[:-1] if stopped else ids)
 
 
 def test_each_turn_sees_the_answers_that_were_drawn_before(target: Target, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ class Round:
     """One draft/verify round.
 
     Attributes:
-        drafted: tokens that were proposed and verified.
-        accepted: how many of them stood (before a stop token or the token limit cut the round).
+        drafted: tokens that were proposed and verified, up to a stop token that stood.
+        accepted: how many of them stood.
         committed: tokens that the round added to the output.
         confidence: the draft's confidence in each proposed token.
         draft_s: seconds of drafting.
@@ -94,16 +94,20 @@ class Session:
             self._target.drop_last(cache, len(proposal.tokens) - verdict.accepted)
             new = [*proposal.tokens[: verdict.accepted], verdict.next_token]
             stop = next((i for i, t in enumerate(new) if t in self._target.stop_ids), None)
-            new = new if stop is None else new[: stop + 1]
+            drafted, accepted = len(proposal.tokens), verdict.accepted
+            if stop is not None:
+                # What was drafted behind a stop token is neither output nor evidence.
+                new = new[: stop + 1]
+                drafted, accepted = min(drafted, stop + 1), min(accepted, stop + 1)
             if self._drafter is not None:
                 self._drafter.extend(output.taps[0, : verdict.accepted + 1])
             tokens += new
             result.rounds.append(
                 Round(
-                    len(proposal.tokens),
-                    verdict.accepted,
+                    drafted,
+                    accepted,
                     len(new),
-                    proposal.confidence,
+                    proposal.confidence[:drafted],
                     drafted_at - began,
                     time.perf_counter() - drafted_at,
                 )

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 PLAIN = "plain"
 OVERALL = "all"
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def evaluate(
             path = folder / f"{class_name}.json"
             decoded = _load(path, key)
             if decoded is None:
+                if not figures:
+                    _warm_up(target, sessions, members[0], config)
                 decoded = defaultdict(list)
                 for i, prompt in enumerate(members):
                     _play(target, sessions, prompt, config, i, decoded)
@@ -102,6 +105,15 @@ def evaluate(
     }
     write_atomic(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     return Evaluation(figures, counts)
+
+
+def _warm_up(
+    target: Target, sessions: dict[str, Session], prompt: Prompt, config: EvaluateConfig
+) -> None:
+    """A few untimed tokens: the first passes of a process choose kernels and fill caches."""
+    ids = encode_prompt(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+    for session in sessions.values():
+        session.decode(ids, min(_WARM_UP_TOKENS, config.max_new_tokens), RandomChooser(0))
 
 
 def _play(

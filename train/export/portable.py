@@ -6,17 +6,15 @@ target's config that training did not use.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.files import fsync_dir, fsync_file
+from data.files import atomic_folder
 from data.fingerprint import Fingerprint
 from data.target import FrozenHead
 from train.errors import ExportError
@@ -164,27 +162,18 @@ def write_portable(draft: Draft, folder: Path, fingerprint: Fingerprint) -> None
     Raises:
         ExportError: the disk is full or the folder cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    tensors: dict[str, Tensor] = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
     try:
-        tensors: dict[str, Tensor] = {
-            name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, tensor in draft.state_dict().items()
-        }
-        save_file(tensors, partial / WEIGHTS, {"format": "pt"})
-        text = json.dumps(portable_config(draft.shape), indent=1) + "\n"
-        (partial / "config.json").write_text(text)
-        fingerprint.save(partial / "fingerprint.json")
-        for path in partial.iterdir():
-            fsync_file(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with atomic_folder(folder) as partial:
+            save_file(tensors, partial / WEIGHTS, {"format": "pt"})
+            text = json.dumps(portable_config(draft.shape), indent=1) + "\n"
+            (partial / "config.json").write_text(text)
+            fingerprint.save(partial / "fingerprint.json")
+    except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder}: could not be written ({error})\n  fix: make room") from error
-    fsync_dir(folder.parent)
 
 
 def read_portable(folder: Path, frozen: FrozenHead) -> Draft:
@@ -207,9 +196,12 @@ def check_contract(folder: Path, config: dict[str, Any]) -> None:
         ExportError: names what is missing, unknown or different.
     """
     expected = expected_tensors(config)
-    with safe_open(folder / WEIGHTS, framework="pt") as opened:
-        found = {n: opened.get_slice(n) for n in opened.keys()}  # noqa: SIM118 - not a dict
-        shapes = {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as opened:
+            found = {n: opened.get_slice(n) for n in opened.keys()}  # noqa: SIM118 - not a dict
+            shapes = {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{folder / WEIGHTS}: unreadable ({error})") from error
     wanted = {name: (shape, "BF16") for name, shape in expected.items()}
     if shapes != wanted:
         names = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))

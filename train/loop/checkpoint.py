@@ -1,7 +1,6 @@
 """Checkpoints: safetensors and JSON only, complete or absent, newest few kept."""
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.files import fsync_dir, fsync_file
+from data.files import atomic_folder
 from data.fingerprint import Fingerprint
 from data.target import FrozenHead
 from train.errors import CheckpointError
 from train.models.draft import Draft, DraftShape
 
 _PREFIX = "step-"
+_DELETE = "delete that folder; the run goes on from the checkpoint before it"
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,19 @@ def save_checkpoint(
     keep: int,
 ) -> Path:
     """Writes ``folder/step-N`` under a temporary name and renames it; drops the oldest ones."""
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"{_PREFIX}{state.step:08d}"
-    partial = folder / f".{final.name}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
-        save_file(_cpu(draft.state_dict()), partial / "draft.safetensors", {"format": "pt"})
-        save_file(_optimizer_tensors(draft, optimizer), partial / "optimizer.safetensors")
-        (partial / "shape.json").write_text(draft.shape.to_json())
-        fingerprint.save(partial / "fingerprint.json")
-        text = json.dumps({"step": state.step, "config": state.config}, indent=1)
-        (partial / "state.json").write_text(text + "\n")
-        for path in partial.iterdir():
-            fsync_file(path)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with atomic_folder(final) as partial:
+            save_file(_cpu(draft.state_dict()), partial / "draft.safetensors", {"format": "pt"})
+            save_file(_optimizer_tensors(draft, optimizer), partial / "optimizer.safetensors")
+            (partial / "shape.json").write_text(draft.shape.to_json())
+            fingerprint.save(partial / "fingerprint.json")
+            text = json.dumps({"step": state.step, "config": state.config}, indent=1)
+            (partial / "state.json").write_text(text + "\n")
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{final}: could not be written ({error})\n  fix: make room; earlier checkpoints stay"
         ) from error
-    fsync_dir(folder)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     for stale in folder.glob(".*.partial"):
@@ -98,9 +90,32 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
 
 
 def load_state(path: Path) -> TrainState:
-    """Step and configuration of a checkpoint."""
-    value = json.loads((path / "state.json").read_text())
-    return TrainState(int(value["step"]), value["config"])
+    """Step and configuration of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        value = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        return TrainState(int(value["step"]), value["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / 'state.json'}: damaged ({error!r})\n  fix: {_DELETE}"
+        ) from error
+
+
+def load_shape(path: Path) -> DraftShape:
+    """Shape of a checkpoint's draft.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        return DraftShape.from_json((path / "shape.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / 'shape.json'}: damaged ({error!r})\n  fix: {_DELETE}"
+        ) from error
 
 
 def load_draft(path: Path, frozen: FrozenHead) -> Draft:
@@ -109,7 +124,7 @@ def load_draft(path: Path, frozen: FrozenHead) -> Draft:
     Raises:
         CheckpointError: the tensors are damaged or do not fit the recorded shape.
     """
-    draft = Draft(DraftShape.from_json((path / "shape.json").read_text()), frozen)
+    draft = Draft(load_shape(path), frozen)
     load_draft_tensors(path, draft)
     return draft
 
@@ -119,10 +134,7 @@ def load_draft_tensors(path: Path, draft: Draft) -> None:
     try:
         draft.load_state_dict(load_file(path / "draft.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path / 'draft.safetensors'}: {error}\n  fix: delete that folder; the run goes on "
-            "from the checkpoint before it"
-        ) from error
+        raise CheckpointError(f"{path / 'draft.safetensors'}: {error}\n  fix: {_DELETE}") from error
 
 
 def load_optimizer(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> None:
@@ -135,9 +147,7 @@ def load_optimizer(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -
         tensors = load_file(path / "optimizer.safetensors")
         state: dict[int, dict[str, Tensor]] = {}
         for i, (name, _) in enumerate(draft.named_parameters()):
-            state[i] = {
-                field: tensors[f"{name}:{field}"] for field in ("step", "exp_avg", "exp_avg_sq")
-            }
+            state[i] = {field: tensors[f"{name}:{field}"] for field in _MOMENTS}
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{path / 'optimizer.safetensors'}: {error}") from error
     current = optimizer.state_dict()
@@ -145,11 +155,14 @@ def load_optimizer(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -
 
 
 def _optimizer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names = [name for name, _ in draft.named_parameters()]
+    state = optimizer.state_dict()["state"]
     tensors = {}
-    for i, entry in optimizer.state_dict()["state"].items():
-        for field, value in entry.items():
-            tensors[f"{names[i]}:{field}"] = value.detach().cpu().contiguous()
+    for i, (name, parameter) in enumerate(draft.named_parameters()):
+        # A parameter that no term trains has no moments yet: they are zeros.
+        zeros = torch.zeros_like(parameter)
+        fresh = {"step": torch.zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        for field, value in state.get(i, fresh).items():
+            tensors[f"{name}:{field}"] = value.detach().cpu().contiguous()
     return tensors
 
 

@@ -21,11 +21,13 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
 
 
 def lr_at(step: int, total_steps: int, peak: float, warmup_ratio: float) -> float:
-    """Rate of 0-based ``step``: linear rise to the peak, then half a cosine to 0."""
+    """Rate of 0-based ``step``: linear rise to the peak, then half a cosine that would reach 0
+    one step after the last.
+    """
     warmup = max(1, round(total_steps * warmup_ratio))
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step + 1 - warmup) / max(1, total_steps - warmup)
+    progress = (step + 1 - warmup) / (max(0, total_steps - warmup) + 1)
     return peak * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 

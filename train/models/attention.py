@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from train.models.precision import widen
+
 
 def context_visible(anchor_pos: Int[Tensor, "B N"], num_context: int) -> Bool[Tensor, "B N C"]:
     """Context tokens that the block of each anchor sees: strictly before the anchor.
@@ -48,7 +50,7 @@ def block_attention(
         hidden = ~visible[:, None, None, :, None, :]
         context_scores = context_scores.masked_fill(hidden, float("-inf"))
     block_scores = torch.einsum("bnkgre,bnjge->bgrnkj", q, block_key)
-    probs = torch.cat([context_scores, block_scores], dim=-1).float().softmax(-1)
+    probs = widen(torch.cat([context_scores, block_scores], dim=-1)).softmax(-1)
     probs = probs.to(context_value.dtype)
     context_probs = probs[..., :C].reshape(B, G, -1, C)
     context_out = context_probs @ context_value.permute(0, 2, 1, 3)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from train.models.attention import block_attention
+from train.models.precision import widen
 from train.models.rope import rotate
 
 Rope = tuple[Tensor, Tensor]
@@ -42,9 +43,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*s D"]) -> Float[Tensor, "*s D"]:
         """Normalises; the result has the type of ``x``."""
-        wide = x.float()
+        wide = widen(x)
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight.float()).to(x.dtype)
+        return (wide * scale * self.weight).to(x.dtype)
 
 
 class BlockAttention(nn.Module):

@@ -202,7 +202,7 @@ class Draft(nn.Module):
     def embed_previous(self, previous: Int[Tensor, "*s"]) -> Float[Tensor, "*s R"]:
         """``W1[x]`` of the previous token; of width 0 without a sequential head."""
         if self.markov_head is None:
-            return torch.zeros(*previous.shape, 0, device=previous.device)
+            return self.fc.weight.new_zeros(*previous.shape, 0)
         return self.markov_head.embed(previous)
 
     def head_bias(self, embedded: Float[Tensor, "*s R"]) -> Float[Tensor, "*s V"] | float:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from data.errors import ConfigError
+from train.models.precision import widen
 
 
 def rope_theta(text_config: Any) -> float:  # noqa: ANN401 - configs are model-specific
@@ -46,6 +47,7 @@ def rotate(
     x: Float[Tensor, "*s heads E"], cos: Float[Tensor, "*#s E"], sin: Float[Tensor, "*#s E"]
 ) -> Float[Tensor, "*s heads E"]:
     """Rotates every head by its position; computed in fp32, returned in the type of ``x``."""
-    first, second = x.float().chunk(2, dim=-1)
+    wide = widen(x)
+    first, second = wide.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype)
+    return (wide * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype)
