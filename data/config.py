@@ -13,6 +13,22 @@ def key(default: Any, doc: str) -> Any:  # noqa: ANN401 - a dataclass field of a
     return field(default=default, metadata=metadata)
 
 
+# What `data.fingerprint` records; declared here because the configuration may allow a mismatch.
+FINGERPRINT_FIELDS = (
+    "tokenizer",
+    "chat_template",
+    "probe_renders",
+    "stop_ids",
+    "target_config",
+    "target_weights",
+    "regenerate",
+    "rows",
+    "tap_layers",
+    "block_layout",
+    "mask_token_id",
+)
+
+
 class Precision(Enum):
     """Floating-point type of weights or compute."""
 

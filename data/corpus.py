@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from data.errors import DataError
 
 log = logging.getLogger(__name__)
 PACKAGE_PREFIX = "pkg://"
+_CLASS_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*")
+_RESERVED_CLASSES = ("all", "summary")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, di
 
     Args:
         path: the file.
-        skip_torn: a last line without its newline is a write that was cut: skip it.
+        skip_torn: a last line without its newline that does not parse is a write that was cut:
+            skip it.
 
     Raises:
         DataError: the file is missing, or a line is not a JSON object.
@@ -54,11 +58,14 @@ def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, di
     with path.open("rb") as lines:  # bytes, so that a line that is not UTF-8 can be named
         for number, line in enumerate(lines, 1):
             source = f"{path}:{number}"
-            if not line.strip() or (skip_torn and not line.endswith(b"\n")):
+            if not line.strip():
                 continue
             try:
                 value = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
+                if skip_torn and not line.endswith(b"\n"):
+                    log.warning("%s: torn last line skipped", source)
+                    continue
                 raise DataError(source, f"not JSON ({error})", "mend or delete the line") from error
             if not isinstance(value, dict):
                 raise DataError(source, "not a JSON object", 'write {"turns": ["..."]}')
@@ -77,8 +84,26 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def class_name_of(source: str, value: dict[str, Any]) -> str:
+    """The optional ``class``; results are filed under it, so it must be able to name a file.
+
+    Raises:
+        DataError: it cannot.
+    """
+    name = value.get("class")
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name in _RESERVED_CLASSES:
+        raise DataError(
+            source,
+            f"class {name!r} cannot name a file of results",
+            f"letters, digits, '-', '_', '.', '+'; not {' or '.join(_RESERVED_CLASSES)}",
+        )
+    return name
+
+
 def _prompt(source: str, value: dict[str, Any]) -> Prompt:
-    class_name = value.get("class", "")
+    class_name = class_name_of(source, value)
     system = None
     turns = value.get("turns")
     if turns is None and "prompt" in value:
@@ -89,7 +114,7 @@ def _prompt(source: str, value: dict[str, Any]) -> Prompt:
         turns = [m["content"] for m in messages if m["role"] == "user"]
     texts = turns if isinstance(turns, list) else []
     known = texts and all(isinstance(t, str) and t for t in texts)
-    if not known or not isinstance(class_name, str):
+    if not known:
         raise DataError(
             source,
             f"no prompt found (keys: {', '.join(value) or 'none'})",
@@ -148,7 +173,7 @@ def _drop_reason(cut: Row, row: Row, config: CorpusConfig) -> str | None:
 def _rows_of(
     source: str, value: dict[str, Any], tokenizer: Tokenizer, stop_ids: Collection[int]
 ) -> list[Row]:
-    class_name = str(value.get("class", ""))
+    class_name = class_name_of(source, value)
     if "messages" in value:
         messages = _messages(source, value["messages"])
         return encode_conversation(tokenizer, Conversation(messages, class_name, source), stop_ids)

@@ -34,11 +34,14 @@ class CacheError(UserError):
 class ShardError(CacheError):
     """One file of a cache is missing, short or damaged."""
 
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(
-            f"{path}: {problem}\n  fix: delete the commit record of that part and run "
-            "'dspark cache mode=build' again; it rebuilds the part and keeps the rest"
-        )
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        fix: str = "delete the commit record of that part (commits/part-N.json) and run 'dspark "
+        "cache' again: it rebuilds the part and keeps the rest",
+    ) -> None:
+        super().__init__(f"{path}: {problem}\n  fix: {fix}")
         self.path = path
 
 

@@ -1,10 +1,13 @@
 """Writing files so that a killed process or a full disk leaves either the old or the new state."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from data.errors import UserError
 
 
 def fsync_dir(folder: Path) -> None:
@@ -40,6 +43,24 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keeps other processes of this machine from writing into a folder; a kill frees it.
+
+    Raises:
+        UserError: somebody else holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder}: another process is writing here\n  fix: wait for it, or stop it"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
     """A folder to write files into; when the block ends it is synced and takes its name, in place
     of an older one. When the block fails nothing is left of it.
@@ -52,12 +73,18 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         yield partial
         for path in partial.iterdir():
             fsync_file(path)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        fsync_dir(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    # The older folder keeps its content until the new one has its name.
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
     fsync_dir(final.parent)
+    for stale in final.parent.glob(f".{final.name}.*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def create_exclusive(path: Path, content: str) -> None:

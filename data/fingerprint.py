@@ -41,8 +41,7 @@ class Fingerprint:
     @classmethod
     def of_target(cls, target: Target) -> "Fingerprint":
         """The fingerprint of a target and its tokenizer."""
-        config = target.model.config.to_diff_dict()
-        kept = {k: v for k, v in config.items() if k not in _VOLATILE}
+        kept = _stable(target.model.config.to_diff_dict())
         return cls(
             {
                 **tokenizer_fields(target.tokenizer),
@@ -99,11 +98,18 @@ class Fingerprint:
             lines.append(f"  {name} (first difference at character {at}):")
             lines.append(f"    {here}: {_excerpt(mine, at)}")
             lines.append(f"    {there}: {_excerpt(theirs, at)}")
-        allowed = ", ".join(differing)
+        allowed = ",".join(differing)
         lines.append(
-            f"  fix: redo the older of the two, or accept it with run.allow_mismatch=[{allowed}]"
+            f"  fix: redo the older of the two, or accept it with 'run.allow_mismatch=[{allowed}]'"
         )
         raise FingerprintMismatchError("\n".join(lines))
+
+
+def _stable(config: Any) -> Any:  # noqa: ANN401 - JSON
+    """A config without what says how a model was stored, in nested configs too."""
+    if not isinstance(config, dict):
+        return config
+    return {k: _stable(v) for k, v in config.items() if k not in _VOLATILE}
 
 
 def tokenizer_fields(tokenizer: Any) -> dict[str, str]:  # noqa: ANN401 - any transformers tokenizer

@@ -13,7 +13,8 @@ from data.batch import Batch, collate
 from data.cache.read import CacheReader
 from data.sampler import RowSampler
 
-_STEPS_AHEAD = 2
+# Bounds host memory: one step in use, one read, one waiting.
+_STEPS_AHEAD = 1
 
 
 @dataclass(frozen=True)

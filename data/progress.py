@@ -1,6 +1,7 @@
 """One progress line for long work: count, rate, time left; plain log lines when not a terminal."""
 
 import logging
+import os
 import time
 from types import TracebackType
 
@@ -16,6 +17,11 @@ from rich.progress import (
 
 log = logging.getLogger(__name__)
 _LOG_EVERY_S = 15.0
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one of its launch that talks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Meter:
@@ -37,7 +43,7 @@ class Meter:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not self._console.is_terminal or not is_main_rank(),
         )
         self._task = self._bar.add_task(title, total=total, completed=done, note="")
         self._start = self._logged = time.monotonic()

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from data.chat import Message, encode_prompt
 from data.config import RegenerateConfig
 from data.corpus import Prompt, read_jsonl
 from data.errors import DataError
+from data.files import sole_writer
 from data.fingerprint import Fingerprint
 from data.progress import Meter
 from data.target import Target
@@ -59,20 +60,33 @@ def regenerate(
     output: Path,
     fingerprint: Fingerprint,
     allow_mismatch: Sequence[str] = (),
+    accepted: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answers every turn of every prompt and appends the rows to ``output``.
 
     Rows that ``output`` already holds are kept and not drawn again. The file's fingerprint lies
-    beside it.
+    beside it. ``accepted`` is called once the file and the inputs are found to fit.
 
     Raises:
         FingerprintMismatchError: the file's rows come from another target, tokenizer or template,
             or were drawn with other settings (field ``regenerate``).
         DataError: a prompt cannot be rendered.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(asdict(config), sort_keys=True)
-    beside = output.with_name("fingerprint.json")
+    with sole_writer(output.parent):
+        return _regenerate(target, prompts, config, output, fingerprint, allow_mismatch, accepted)
+
+
+def _regenerate(
+    target: Target,
+    prompts: Sequence[Prompt],
+    config: RegenerateConfig,
+    output: Path,
+    fingerprint: Fingerprint,
+    allow_mismatch: Sequence[str],
+    accepted: Callable[[], None],
+) -> Summary:
+    settings = sampling_settings(config)
+    beside = fingerprint_path(output)
     fingerprint = fingerprint.extended(regenerate=settings)
     if output.exists():
         stored = Fingerprint.load(beside)
@@ -80,6 +94,7 @@ def regenerate(
         _cut_torn_line(output)
     else:
         fingerprint.save(beside)
+    accepted()
     rows = {str(value["key"]): value for _, value in _known_rows(output)}
     known = len(rows)
     waves = max(len(p.turns) for p in prompts)
@@ -101,6 +116,18 @@ def regenerate(
                 meter.add(len(requests), f"{new_tokens / meter.elapsed_s:.0f} tokens/s")
     reasons = Counter(str(row["finish_reason"]) for row in rows.values())
     return Summary(len(rows), len(rows) - known, new_tokens, dict(reasons))
+
+
+def sampling_settings(config: RegenerateConfig) -> str:
+    """What an answer depends on. The batch size is left out: it may be lowered when memory is
+    short; answers then stay valid, but are not the bits that another size would give.
+    """
+    return json.dumps({k: v for k, v in asdict(config).items() if k != "batch_size"})
+
+
+def fingerprint_path(rows: Path) -> Path:
+    """Where the fingerprint of a file of rows lies."""
+    return rows.with_name(f"{rows.stem}.fingerprint.json")
 
 
 def _known_rows(output: Path) -> Iterable[tuple[str, dict[str, object]]]:

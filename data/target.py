@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from data.config import Precision, TargetConfig
@@ -82,14 +88,18 @@ def resolve_folder(config: TargetConfig) -> Path:
     """
     if Path(config.path).is_dir():
         return Path(config.path)
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    if config.trust_remote_code:
+        patterns.append("*.py")
     try:
         return Path(
-            snapshot_download(
-                config.path,
-                revision=config.revision,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
-            )
+            snapshot_download(config.path, revision=config.revision, allow_patterns=patterns)
         )
+    except GatedRepoError as error:
+        raise TargetError(
+            f"target.path={config.path}: the hub asks for a login\n"
+            "  fix: accept the model's licence on its page, then 'hf auth login'"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
         raise TargetError(
             f"target.path={config.path}: neither a folder nor reachable on the hub "
@@ -175,6 +185,9 @@ class Target:
         taps = config.tap_layers if tap_layers is None else tap_layers
         self.tap_layers = resolve_taps(taps, self.text_config.num_hidden_layers)
         self.stop_ids = stop_ids(self.model.generation_config, self.tokenizer)
+        # transformers fills every unset sampling option from here: a repetition penalty or a
+        # min_p that ships with the target would change the law of its answers unseen.
+        self.model.generation_config = GenerationConfig(eos_token_id=list(self.stop_ids))
         self._tapped: dict[int, Tensor] = {}
         for layer in self.tap_layers:
             self._layers()[layer].register_forward_hook(self._tap(layer))
@@ -208,8 +221,10 @@ class Target:
         return self.transform(self.model.get_output_embeddings()(last).float())
 
     def new_cache(self) -> DynamicCache:
-        """An empty key/value cache."""
-        return DynamicCache(config=self.model.config)
+        """An empty key/value cache. It keeps all tokens, also for layers with a sliding window:
+        a layer that has dropped tokens could not take back rejected ones.
+        """
+        return DynamicCache()
 
     @staticmethod
     def drop_last(cache: DynamicCache, count: int) -> None:

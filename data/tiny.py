@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from data.files import atomic_folder
+
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -65,6 +67,7 @@ def make_tiny_target(
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with atomic_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     return folder

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.errors import ConfigError, UserError
 from data.machine import configure_process
+from data.progress import is_main_rank
 from train.config import VERBS, PipelineConfig
 from train.help import known_keys, verb_help, verbs_help
 from train.rules import load_config
@@ -38,7 +39,8 @@ def main() -> None:
     if any(a in ("-h", "--help") for a in arguments):
         sys.stdout.write(verb_help(verb))
         return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    level = logging.INFO if is_main_rank() else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         run_verb(verb, arguments[1:])
     except UserError as error:
@@ -88,14 +90,15 @@ def require_effect(verb: str, override: str) -> None:
     """
     if override.startswith("-"):
         return
-    path = override.lstrip("+~").split("=", 1)[0]
-    group = path.split(".")[0].split("/")[0].split("@")[0]
-    groups = {key.split(".")[0] for key in known_keys()}
-    if group in groups and group not in VERBS[verb].reads:
+    path = override.lstrip("+~").split("=", 1)[0].split("@")[0]
+    path = path.replace("/", ".").split("[")[0]
+    spec, known = VERBS[verb], known_keys()
+    groups = {key.split(".")[0] for key in known}
+    if (path in known or path in groups) and not spec.reads_key(path):
         raise ConfigError(
             override,
             f"has no effect on 'dspark {verb}'",
-            f"leave it out; {verb} reads: {', '.join(VERBS[verb].reads)}",
+            f"leave it out; 'dspark {verb} --help' lists what it reads",
         )
 
 

@@ -49,6 +49,9 @@ class DraftConfig:
     head: HeadKind = key(HeadKind.vanilla, "Sequential head that repairs the block.")
     head_rank: int = key(256, "Rank of the sequential head; 0 leaves it out (DFlash).")
     confidence: bool = key(True, "Train a confidence head (when to stop speculating).")
+    rope_theta: float | None = key(
+        None, "Base frequency of plain rotary embedding. None: the target's, if it is plain too."
+    )
     intermediate_size: int | None = key(None, "Width of the draft's MLP. None: the target's.")
     init_norm_from_target: bool = key(
         False, "Start the final norm from the target's instead of 1 (see docs/benchmarks.md)."
@@ -79,7 +82,9 @@ class OptimConfig:
     beta2: float = key(0.999, "Second moment decay of AdamW.")
     clip: float = key(1.0, "Largest gradient norm; larger ones are scaled down to it.")
     rows_per_step: int = key(512, "Rows of one optimizer step, over all ranks.")
-    rows_per_micro_batch: int = key(4, "Rows of one forward and backward pass on one rank.")
+    rows_per_micro_batch: int = key(
+        1, "Rows of one forward and backward pass on one rank: memory, not the result."
+    )
     epochs: int = key(10, "Passes over the rows, when 'steps' is not given.")
     steps: int | None = key(None, "Optimizer steps; overrides 'epochs'.")
 
@@ -164,37 +169,61 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command of `dspark`: what it does and which groups it reads."""
+    """One command of `dspark`: what it does and which groups or single keys it reads."""
 
     summary: str
     reads: tuple[str, ...]
     example: str
 
+    def reads_key(self, path: str) -> bool:
+        """Whether a key (or, given a group, any of its keys) changes what the verb does."""
+        group = path.split(".")[0]
+        if path == group:
+            return any(r.split(".")[0] == group for r in self.reads)
+        return group in self.reads or path in self.reads
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups of which the verb reads at least one key."""
+        return tuple(dict.fromkeys(r.split(".")[0] for r in self.reads))
+
+
+_TARGET_FILES = (
+    "target.path",
+    "target.revision",
+    "target.mask_token_id",
+    "target.trust_remote_code",
+)
+_TARGET = (*_TARGET_FILES, "target.precision", "target.attention")
+_ROWS = tuple(
+    f"corpus.{k}" for k in ("rows", "limit", "max_length", "min_supervised", "keep_truncated")
+)
+_CHECK = tuple(f"evaluate.{k}" for k in ("prompts", "precision", "max_new_tokens"))
 
 VERBS: dict[str, Verb] = {
     "regenerate": Verb(
         "Lets the target answer prompts; keeps the token ids of prompt and completion.",
-        ("target", "corpus", "regenerate", "run"),
+        (*_TARGET, "corpus.prompts", "corpus.limit", "regenerate", "run"),
         "dspark regenerate target.path=Qwen/Qwen3-4B corpus.prompts=prompts.jsonl run.name=mine",
     ),
     "cache": Verb(
         "Runs the target over the rows and stores its hidden states (Zarr, resumable).",
-        ("target", "corpus", "cache", "run", "mode"),
+        ("target", *_ROWS, "cache", "run", "mode"),
         "dspark cache target=qwen3_4b run.name=mine   (mode=verify reads it all and checks)",
     ),
     "train": Verb(
         "Distils a draft from the cache.",
-        ("target", "cache", "draft", "objective", "optim", "run"),
+        (*_TARGET_FILES, "target.tap_layers", "cache.path", "draft", "objective", "optim", "run"),
         "dspark train target=qwen3_4b run.name=mine draft.num_layers=3",
     ),
     "evaluate": Verb(
         "Decodes losslessly with the draft and reports accepted length and speed per class.",
-        ("target", "evaluate", "run"),
+        (*_TARGET, "evaluate", "run"),
         "dspark evaluate target=qwen3_4b run.name=mine evaluate.prompts=held_out.jsonl",
     ),
     "export": Verb(
         "Writes the draft for serving engines, reloads it and compares its drafts.",
-        ("target", "evaluate", "export", "run"),
+        (*_TARGET, *_CHECK, "export", "run"),
         "dspark export target=qwen3_4b run.name=mine",
     ),
 }

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, get_args
 
-from train.config import VERBS, PipelineConfig, to_plain
+from train.config import VERBS, PipelineConfig, Verb, to_plain
 
 _WIDTH = 98
 
@@ -40,12 +40,12 @@ def verb_help(verb: str) -> str:
         "",
         "groups (choose a preset, then override keys):",
     ]
-    groups = {group: group_options(group) for group in (*spec.reads, "experiment")}
+    groups = {group: group_options(group) for group in (*spec.groups, "experiment")}
     lines += [f"  {name + '=':<12} {', '.join(found)}" for name, found in groups.items() if found]
     lines += ["", "keys:"]
     for field in fields(PipelineConfig):
-        if field.name in spec.reads:
-            lines += _field_help(field, "")
+        if spec.reads_key(field.name):
+            lines += _field_help(field, "", spec)
     lines += ["", "Add '--cfg job' to print the composed configuration without running."]
     return "\n".join(lines) + "\n"
 
@@ -73,11 +73,12 @@ def known_keys() -> dict[str, str]:
     return keys
 
 
-def _field_help(field: "Field[Any]", prefix: str) -> list[str]:
+def _field_help(field: "Field[Any]", prefix: str, spec: Verb) -> list[str]:
     if isinstance(field.type, type) and is_dataclass(field.type):
         lines = [f"  {field.name}: {(field.type.__doc__ or '').splitlines()[0]}"]
         for inner in fields(field.type):
-            lines += _field_help(inner, f"{field.name}.")
+            if spec.reads_key(f"{field.name}.{inner.name}"):
+                lines += _field_help(inner, f"{field.name}.", spec)
         return lines
     text = textwrap.wrap(_doc(field), _WIDTH - 8)
     head = f"    {prefix}{field.name}={_default(field)}  ({_type_name(field.type)})"

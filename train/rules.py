@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from data.config import FINGERPRINT_FIELDS, CacheMode
 from data.errors import ConfigError
 from train.config import VERBS, PipelineConfig
 
@@ -39,24 +40,29 @@ def reject_unknown(cfg: DictConfig, schema: type, prefix: str = "") -> None:
 
 
 def validate(config: PipelineConfig, verb: str) -> None:
-    """Checks values and their combinations for the groups that the verb reads."""
-    reads = VERBS[verb].reads
+    """Checks values and their combinations for the keys that the verb reads."""
     _check_missing(config, verb)
     for check in _CHECKS:
-        if check.group in reads:
+        if VERBS[verb].reads_key(check.path):
             check(config)
 
 
 def _check_missing(config: PipelineConfig, verb: str) -> None:
+    if verb == "cache" and config.mode is not CacheMode.build:
+        return
     required = {
-        "regenerate": ("corpus.prompts",),
-        "evaluate": ("evaluate.prompts",),
-        "export": ("evaluate.prompts",),
+        "regenerate": ("target.path", "corpus.prompts"),
+        "cache": ("target.path", "target.mask_token_id"),
+        "train": ("target.path", "target.mask_token_id"),
+        "evaluate": ("target.path", "evaluate.prompts"),
+        "export": ("target.path", "evaluate.prompts"),
     }
-    for path in ("target.path", "target.mask_token_id", *required.get(verb, ())):
+    for path in required[verb]:
         group, name = path.split(".")
         if getattr(getattr(config, group), name) in ("", -1):
-            raise ConfigError(path, f"'dspark {verb}' needs it", f"give {path}=...")
+            raise ConfigError(
+                path, f"'dspark {verb}' needs it", f"give {path}=..., or a preset {group}=..."
+            )
 
 
 class _Check:
@@ -64,7 +70,6 @@ class _Check:
 
     def __init__(self, path: str, ok: Any, problem: str, fix: str) -> None:  # noqa: ANN401
         self.path, self.ok, self.problem, self.fix = path, ok, problem, fix
-        self.group = path.split(".")[0]
 
     def __call__(self, config: PipelineConfig) -> None:
         value: Any = config
@@ -89,7 +94,7 @@ _CHECKS = (
         "layers must be 0-based and strictly increasing (engines capture in layer order)",
         "sort them and drop repetitions",
     ),
-    _at_least("target.mask_token_id", 0),
+    _at_least("target.mask_token_id", -1),
     _at_least("corpus.max_length", 2),
     _at_least("corpus.min_supervised", 1),
     _at_least("corpus.limit", 1),
@@ -129,6 +134,12 @@ _CHECKS = (
         "set draft.confidence=true, or objective.confidence_weight=0",
     ),
     _Check(
+        "objective.confidence_weight",
+        lambda v, c: v > 0 or not c.draft.confidence,
+        "the confidence head would never be trained, and be exported as it is",
+        "set draft.confidence=false",
+    ),
+    _Check(
         "objective.ce_weight",
         lambda v, c: v > 0 or c.objective.l1_weight > 0,
         "with l1_weight=0 nothing trains the draft's tokens",
@@ -148,9 +159,16 @@ _CHECKS = (
     _at_least("evaluate.top_k", 0),
     _Check("export.formats", lambda v, _: bool(v), "nothing to write", "export.formats=[portable]"),
     _at_least("export.check_prompts", 1),
+    _at_least("run.seed", 0),
     _at_least("run.log_every", 1),
     _at_least("run.checkpoint_every", 1),
     _at_least("run.keep_checkpoints", 1),
+    _Check(
+        "run.allow_mismatch",
+        lambda v, _: set(v) <= set(FINGERPRINT_FIELDS),
+        "no such field",
+        f"the fields are {', '.join(FINGERPRINT_FIELDS)}",
+    ),
     _Check(
         "run.name",
         lambda v, _: bool(v) and v not in (".", "..") and not set(v) & set("/\\"),

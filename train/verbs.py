@@ -9,18 +9,20 @@ from rich.console import Console
 
 from data.cache.build import build_cache
 from data.cache.read import CacheReader
+from data.cache.records import file_digest
 from data.cache.verify import describe_cache, verify_cache
 from data.chat import encode_prompt
-from data.config import CacheMode, Device, Precision
+from data.config import CacheMode, Precision
 from data.corpus import locate, read_prompts, read_rows
 from data.errors import CacheError, ConfigError
-from data.fingerprint import Fingerprint, check_mask_token
-from data.regenerate import regenerate
+from data.fingerprint import Fingerprint, check_mask_token, hash_weights, tokenizer_fields
+from data.regenerate import fingerprint_path, regenerate
 from data.target import (
     DTYPES,
     FrozenHead,
     Target,
     load_model_config,
+    load_tokenizer,
     read_frozen_head,
     resolve_folder,
     text_config,
@@ -30,10 +32,10 @@ from train.decode.drafters import Drafter, LookupDrafter, ModelDrafter
 from train.decode.verify import Sampling
 from train.evaluate.report import print_evaluation
 from train.evaluate.run import evaluate
-from train.export.check import check_portable
+from train.export.check import CheckReport, check_portable
 from train.export.portable import engine_warnings, write_portable
-from train.launch import make_accelerator
-from train.loop.checkpoint import find_checkpoint, load_draft, load_shape, load_state
+from train.launch import compute_device, make_accelerator
+from train.loop.checkpoint import find_checkpoint, load_draft, load_shape
 from train.loop.fit import fit
 from train.loop.provenance import record_run
 from train.models.draft import Draft, DraftShape
@@ -45,9 +47,8 @@ console = Console(width=max(Console().width, 110), soft_wrap=True)
 
 def run_regenerate(config: PipelineConfig) -> None:
     """Prompts to rows of the target's own answers."""
-    record_run(config, "regenerate")
     prompts = read_prompts(locate(config.corpus.prompts), config.corpus.limit)
-    target = Target(config.target, _device(config))
+    target = Target(config.target, compute_device(config))
     summary = regenerate(
         target,
         prompts,
@@ -55,6 +56,7 @@ def run_regenerate(config: PipelineConfig) -> None:
         config.rows_path,
         Fingerprint.of_target(target),
         config.run.allow_mismatch,
+        lambda: record_run(config, "regenerate"),
     )
     console.print(
         f"{config.rows_path}: {summary.rows} rows ({summary.written} new with "
@@ -79,11 +81,12 @@ def run_cache(config: PipelineConfig) -> None:
 
 
 def _build(config: PipelineConfig) -> None:
-    record_run(config, "cache")
-    target = Target(config.target, _device(config))
+    target = Target(config.target, compute_device(config))
     fingerprint = Fingerprint.of_target(target)
-    rows_fingerprint = config.rows_path.with_name("fingerprint.json")
-    if rows_fingerprint.exists():
+    rows_fingerprint = fingerprint_path(config.rows_path)
+    if not rows_fingerprint.exists():
+        log.warning("%s: rows without a fingerprint are not compared", config.rows_path)
+    else:
         fingerprint.require_match(
             Fingerprint.load(rows_fingerprint),
             "the target",
@@ -99,7 +102,13 @@ def _build(config: PipelineConfig) -> None:
             f"target.mask_token_id={mask}", f"the data uses it ({used.source})", "take another id"
         )
     build_cache(
-        target, rows, config.cache, config.cache_path, fingerprint, config.run.allow_mismatch
+        target,
+        rows,
+        config.cache,
+        config.cache_path,
+        fingerprint,
+        config.run.allow_mismatch,
+        lambda: record_run(config, "cache"),
     )
     _print_cache(config.cache_path)
 
@@ -107,10 +116,9 @@ def _build(config: PipelineConfig) -> None:
 def run_train(config: PipelineConfig) -> None:
     """The cache to a trained draft."""
     accelerator = make_accelerator(config)
-    if accelerator.is_main_process:
-        record_run(config, "train")
     reader = CacheReader(config.cache_path)
     folder = resolve_folder(config.target)
+    _require_cache_of_target(config, reader, folder)
     frozen = _frozen(folder, config, accelerator.device, config.run.precision)
     shape = DraftShape.of_target(
         text_config(load_model_config(folder, config.target.trust_remote_code)),
@@ -124,7 +132,10 @@ def run_train(config: PipelineConfig) -> None:
     if config.draft.init_norm_from_target:
         draft.init_norm_from_target()
     fingerprint = _draft_fingerprint(reader.fingerprint, shape)
-    summary = fit(draft, reader, config, fingerprint, accelerator)
+    fingerprint = fingerprint.extended(rows=reader.header.dataset_hash)
+    summary = fit(
+        draft, reader, config, fingerprint, accelerator, lambda: record_run(config, "train")
+    )
     if accelerator.is_main_process:
         parameters = sum(p.numel() for p in draft.parameters())
         console.print(
@@ -139,8 +150,8 @@ def run_train(config: PipelineConfig) -> None:
 
 def run_evaluate(config: PipelineConfig) -> None:
     """Real decoding with the draft, beside plain decoding and prompt lookup."""
-    record_run(config, "evaluate")
     draft, target, identity = _load_for_decoding(config, config.evaluate.checkpoint)
+    record_run(config, "evaluate")
     prompts = read_prompts(locate(config.evaluate.prompts))
     options = config.evaluate
     # The draft's law is tempered only; top-k and top-p are the target's.
@@ -158,10 +169,10 @@ def run_evaluate(config: PipelineConfig) -> None:
 
 def run_export(config: PipelineConfig) -> None:
     """The draft as folders that engines load."""
-    record_run(config, "export")
     draft, target, _ = _load_for_decoding(config, config.export.checkpoint)
+    record_run(config, "export")
     checkpoint = find_checkpoint(config.run_dir, config.export.checkpoint)
-    for warning in engine_warnings(draft.shape):
+    for warning in engine_warnings(draft):
         log.warning("%s", warning)
     prompts = read_prompts(locate(config.evaluate.prompts), config.export.check_prompts)
     ids = [
@@ -169,10 +180,14 @@ def run_export(config: PipelineConfig) -> None:
     ]
     for layout in config.export.formats:
         folder = config.run_dir / "export" / layout.value
-        write_portable(draft, folder, Fingerprint.load(checkpoint / "fingerprint.json"))
-        report = check_portable(
-            folder, draft, draft.frozen, target, ids, config.evaluate.max_new_tokens
-        )
+        reports: list[CheckReport] = []
+
+        def check(written: Path) -> None:
+            length = config.evaluate.max_new_tokens
+            reports.append(check_portable(written, draft, draft.frozen, target, ids, length))  # noqa: B023 - called at once
+
+        write_portable(draft, folder, Fingerprint.load(checkpoint / "fingerprint.json"), check)
+        report = reports[0]
         console.print(
             f"{folder}: reloaded; {report.tensors} tensors fit the contract; all "
             f"{report.tokens} tokens of {report.blocks} drafted blocks are the trainer's "
@@ -181,23 +196,21 @@ def run_export(config: PipelineConfig) -> None:
 
 
 def _load_for_decoding(config: PipelineConfig, name: str) -> tuple[Draft, Target, str]:
-    """Draft and target of a checkpoint in the evaluation's type, and what names the checkpoint.
+    """Draft and target of a checkpoint in the evaluation's type, and the draft's digest.
 
     Raises:
         FingerprintMismatchError: the target is not the one that the draft was trained for.
     """
     checkpoint = find_checkpoint(config.run_dir, name)
     shape = load_shape(checkpoint)
-    device, precision = _device(config), config.evaluate.precision
+    device, precision = compute_device(config), config.evaluate.precision
     target = Target(config.target, device, precision, shape.tap_layers)
     own = _draft_fingerprint(Fingerprint.of_target(target), shape)
     stored = Fingerprint.load(checkpoint / "fingerprint.json")
     own.require_match(stored, "the target", str(checkpoint), config.run.allow_mismatch)
     frozen = _frozen(target.folder, config, device, precision)
     draft = load_draft(checkpoint, frozen).to(device)
-    state = load_state(checkpoint)
-    identity = {"step": state.step, "config": state.config, "fingerprint": stored.fields}
-    return draft, target, str(sorted(identity.items()))
+    return draft, target, file_digest(checkpoint / "draft.safetensors")
 
 
 def _draft_fingerprint(fingerprint: Fingerprint, shape: DraftShape) -> Fingerprint:
@@ -215,11 +228,24 @@ def _frozen(
     return head.to(device, DTYPES[precision])
 
 
-def _device(config: PipelineConfig) -> torch.device:
-    cuda = torch.cuda.is_available()
-    if config.run.device is Device.cuda and not cuda:
-        raise ConfigError("run.device=cuda", "there is no CUDA device", "run.device=cpu")
-    return torch.device("cpu" if config.run.device is Device.cpu or not cuda else "cuda")
+def _require_cache_of_target(config: PipelineConfig, reader: CacheReader, folder: Path) -> None:
+    """The head that is read here must be the one whose states are cached.
+
+    Raises:
+        FingerprintMismatchError: another target, tokenizer or template.
+        ConfigError: other taps than the cache holds.
+    """
+    tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
+    own = Fingerprint({**tokenizer_fields(tokenizer), "target_weights": hash_weights(folder)})
+    cache = str(config.cache_path)
+    own.require_match(reader.fingerprint, "the target", cache, config.run.allow_mismatch)
+    taps = config.target.tap_layers
+    if taps and tuple(taps) != reader.header.tap_layers:
+        raise ConfigError(
+            f"target.tap_layers={taps}",
+            f"{cache} holds {list(reader.header.tap_layers)}",
+            "build a cache of these taps under another run.name, or leave the key out",
+        )
 
 
 def _print_cache(folder: Path) -> None:

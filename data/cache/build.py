@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from data.cache.selfcheck import SelfCheck, self_check
 from data.cache.write import PartWriter
 from data.config import CacheConfig
 from data.errors import CacheError
+from data.files import sole_writer
 from data.fingerprint import Fingerprint
 from data.progress import Meter
 from data.target import Target
@@ -59,17 +60,32 @@ def build_cache(
     folder: Path,
     fingerprint: Fingerprint,
     allow_mismatch: Sequence[str] = (),
+    accepted: Callable[[], None] = lambda: None,
 ) -> BuildSummary:
     """Builds or resumes the cache of ``rows`` in ``folder``.
+
+    ``accepted`` is called once the folder and the inputs are found to fit.
 
     Raises:
         CacheError: the folder holds another cache, the disk is too small or full, or the target's
             own logits cannot be recomputed from what would be stored.
         FingerprintMismatchError: the folder's parts were built from another target or template.
     """
+    with sole_writer(folder):
+        return _build(target, rows, config, folder, fingerprint, allow_mismatch, accepted)
+
+
+def _build(
+    target: Target,
+    rows: Sequence[Row],
+    config: CacheConfig,
+    folder: Path,
+    fingerprint: Fingerprint,
+    allow_mismatch: Sequence[str],
+    accepted: Callable[[], None],
+) -> BuildSummary:
     header, plan = plan_cache(target, rows, config)
     fingerprint = fingerprint.extended(tap_layers=json.dumps(list(target.tap_layers)))
-    folder.mkdir(parents=True, exist_ok=True)
     if (folder / "cache.json").exists():
         header.require_same(Header.load(folder / "cache.json"), folder)
         fingerprint.require_match(
@@ -80,10 +96,15 @@ def build_cache(
             fingerprint.save(folder / "fingerprint.json")
             create_store(folder, header, plan)
     header = Header.load(folder / "cache.json")
+    if not plan.equals(Plan.load(folder / "plan.npy")):
+        raise CacheError(f"{folder / 'plan.npy'}: damaged\n  fix: delete {folder} and build anew")
+    accepted()
     _remove_leftovers(folder)
     todo = [p for p in range(plan.num_parts) if not commit_path(folder, p).exists()]
     check = None
     if todo:
+        # A part that is built again may have other rows skipped: the cache is unfinished till then.
+        (folder / "manifest.json").unlink(missing_ok=True)
         _require_space(folder, header, len(todo))
         check = self_check(target, rows, config)
         with _full_disk_named(folder):
@@ -226,4 +247,4 @@ def _require_space(folder: Path, header: Header, parts: int) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.rglob("*.partial"):
-        path.unlink()
+        path.unlink(missing_ok=True)  # zarr may still be removing its own

@@ -15,6 +15,7 @@ from data.cache.format import SAMPLE_COLUMNS, Header, Plan
 from data.cache.records import (
     CommitRecord,
     Manifest,
+    commit_path,
     commits_digest,
     file_digest,
     samples_digest,
@@ -34,6 +35,9 @@ def finalize(folder: Path, header: Header, plan: Plan, rows: Sequence[Row]) -> M
         ShardError: a part or one of its files is missing or short.
     """
     records = [CommitRecord.load(folder, part) for part in range(header.num_parts)]
+    for part, record in enumerate(records):
+        if record.cache_uuid != header.cache_uuid:
+            raise ShardError(commit_path(folder, part), "belongs to another cache")
     total_bytes = sum(_require_objects(folder, record) for record in records)
     if (folder / "manifest.json").exists():
         return Manifest.load(folder)

@@ -187,7 +187,11 @@ class CacheReader:
 
 def _read_samples(folder: Path, expected_digest: str) -> SampleTable:
     if samples_digest(folder) != expected_digest:
-        raise ShardError(folder / "data.zarr" / "samples", "the sample table is damaged")
+        raise ShardError(
+            folder / "data.zarr" / "samples",
+            "the sample table is damaged",
+            "delete manifest.json and run 'dspark cache' again: it writes the table anew",
+        )
     try:
         group = zarr.open_group(folder / "data.zarr" / "samples", mode="r")
         columns = {name: np.asarray(group[name]) for name in SAMPLE_COLUMNS}

@@ -22,10 +22,12 @@ class CommitRecord:
     """What a part's record says.
 
     Attributes:
+        cache_uuid: the cache that the part was built for.
         objects: file, relative to the cache's folder, and its bytes.
         skipped: (sample, reason) of rows that must not be used.
     """
 
+    cache_uuid: str
     objects: dict[str, int]
     skipped: Skipped
 
@@ -39,11 +41,12 @@ class CommitRecord:
         path = commit_path(folder, part)
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
+            cache_uuid = str(record["cache_uuid"])
             objects = {key: int(entry["bytes"]) for key, entry in record["objects"].items()}
             skipped = tuple((int(sample), str(reason)) for sample, reason in record["skipped"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ShardError(path, f"unreadable commit record ({error!r})") from error
-        return cls(objects, skipped)
+        return cls(cache_uuid, objects, skipped)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def self_check(target: Target, rows: Sequence[Row], config: CacheConfig) -> Self
         top1 += int((mine.argmax(-1) == logits.argmax(-1)).sum())
         tokens += n
         _require_taps(target, output.taps, hidden_states)
-        _require_embedding(target, frozen, ids)
+        _require_embedding(frozen, ids, hidden_states[0])
     result = SelfCheck(tv / tokens, top1 / tokens, tokens)
     if not result.mean_tv <= config.self_check_tv:
         raise CacheError(
@@ -89,8 +89,8 @@ def _require_taps(target: Target, taps: Tensor, hidden_states: Sequence[Tensor])
             )
 
 
-def _require_embedding(target: Target, frozen: FrozenHead, ids: Tensor) -> None:
-    own = target.model.get_input_embeddings()(ids).float()
+def _require_embedding(frozen: FrozenHead, ids: Tensor, first_input: Tensor) -> None:
+    own = first_input.float()
     ours = frozen.embedding[ids].float() * frozen.embedding_scale
     if not torch.allclose(own, ours, rtol=1e-2, atol=1e-4):
         raise CacheError(

@@ -92,7 +92,7 @@ def test_another_target_is_refused_with_the_difference(smoke: Path, tmp_path: Pa
     shutil.copytree(smoke / "outputs", copy)
     template = copy / "targets" / "tiny" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "Assistant"))
-    for verb in ("cache", "evaluate", "export"):
+    for verb in ("cache", "train", "evaluate", "export"):
         output = dspark(verb, SMOKE, cwd=tmp_path, expect=2)
         assert "chat_template (first difference at character" in output
     dspark("cache", SMOKE, "run.allow_mismatch=[chat_template,probe_renders]", cwd=tmp_path)
@@ -218,6 +218,8 @@ def test_damaged_cache_ends_training_with_the_file(smoke: Path, tmp_path: Path) 
     prepare(folder, smoke)
     cache = folder / "outputs" / "smoke" / "cache"
     shutil.copytree(smoke / "outputs" / "smoke" / "cache", cache)
+    for rows in (smoke / "outputs" / "smoke").glob("rows.*"):
+        shutil.copy(rows, folder / "outputs" / "smoke")
     shard = cache / "data.zarr" / "hidden" / "c.0.0.0"
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
@@ -227,3 +229,8 @@ def test_damaged_cache_ends_training_with_the_file(smoke: Path, tmp_path: Path) 
     assert "damaged" in output
     output = dspark("cache", SMOKE, "mode=verify", cwd=folder, expect=2)
     assert "1 of" in output
+    # What the message says to do mends it.
+    (cache / "commits" / "part-00000000.json").unlink()
+    dspark("cache", SMOKE, cwd=folder)
+    assert "are sound" in dspark("cache", SMOKE, "mode=verify", cwd=folder)
+    dspark(*TRAIN, cwd=folder)

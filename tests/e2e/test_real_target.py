@@ -29,6 +29,10 @@ class ScriptedDrafter:
     def __init__(self, answer: list[int], prompt_length: int) -> None:
         self._answer, self._prompt_length = answer, prompt_length
 
+    @property
+    def block_size(self) -> int:
+        return 5
+
     def start(self) -> None:
         pass
 
@@ -37,7 +41,7 @@ class ScriptedDrafter:
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:  # noqa: ARG002
         done = len(tokens) - self._prompt_length
-        known = self._answer[done : done + min(limit, 5)]
+        known = self._answer[done : done + min(limit, self.block_size)]
         return Proposal([t + ((done + i) % 4 == 3) for i, t in enumerate(known)], None)
 
 

@@ -89,6 +89,10 @@ class RememberedDrafter:
         self._drafter = ModelDrafter(draft, sampling)
         self._known: dict[tuple[int, ...], list[Tensor]] = {}
 
+    @property
+    def block_size(self) -> int:
+        return self._drafter.block_size
+
     def start(self) -> None:
         self._drafter.start()
 

@@ -205,3 +205,8 @@ def naive_row_loss(
             total = total + weight * terms
             weight_sum += weight
     return total, weight_sum
+
+
+def accept_rate(draft_probs: Tensor, target_probs: Tensor) -> Tensor:
+    """Chance that one draft token survives verification: the overlap of two laws (DSpark Eq. 8)."""
+    return torch.minimum(draft_probs, target_probs).sum(-1)

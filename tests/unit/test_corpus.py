@@ -75,7 +75,9 @@ def test_blank_lines_are_skipped_but_counted_and_limit_counts_prompts(tmp_path: 
         ('{"turns": ["a", 3]}', "no prompt found"),
         ('{"turns": ["a", ""]}', "no prompt found"),
         ('{"prompt": null}', "no prompt found"),
-        ('{"prompt": "a", "class": 3}', "no prompt found"),
+        ('{"prompt": "a", "class": 3}', "class 3 cannot name a file"),
+        ('{"prompt": "a", "class": "code/py"}', "cannot name a file"),
+        ('{"prompt": "a", "class": "summary"}', "cannot name a file"),
         ('{"messages": "text"}', "'messages'"),
         ('{"messages": [{"role": "user"}]}', "'messages'"),
         ('{"messages": [{"role": "user", "content": null}]}', "'messages'"),
@@ -236,9 +238,11 @@ def test_when_every_row_is_dropped_the_reasons_are_told(tmp_path: Path) -> None:
 def test_torn_last_line_of_rows_is_skipped_and_a_torn_middle_line_is_not(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", ids([1], [2, 3]), ids([4], [5, 6]))
     content = path.read_bytes()
-    for keep in range(content.index(b"\n") + 1, len(content)):
+    for keep in range(content.index(b"\n") + 1, len(content) - 1):
         path.write_bytes(content[:keep])
         assert [r.prompt_ids for r in rows_of(path)] == [(1,)]
+    path.write_bytes(content[:-1])
+    assert len(rows_of(path)) == 2, "a whole last line needs no newline"
     path.write_bytes(content[:20] + b"\n" + content)
     with pytest.raises(DataError, match=r"r\.jsonl:1: not JSON"):
         rows_of(path)

@@ -207,13 +207,13 @@ def test_a_truncated_file_is_an_error_that_names_it(folder: Path) -> None:
 
 
 def test_settings_that_lose_an_engine_are_named(target: Target) -> None:
-    assert engine_warnings(tiny_shape(target)) == []
-    (no_head, no_markov) = engine_warnings(tiny_shape(target, head_rank=0))
+    assert engine_warnings(tiny_draft(target)) == []
+    (no_head, no_markov) = engine_warnings(tiny_draft(target, head_rank=0))
     assert "SGLang" in no_head
     assert "llama.cpp" in no_markov
-    (no_confidence,) = engine_warnings(tiny_shape(target, confidence=False))
+    (no_confidence,) = engine_warnings(tiny_draft(target, confidence=False))
     assert "confidence" in no_confidence
-    assert len(engine_warnings(tiny_shape(target, head_rank=0, confidence=False))) == 2
+    assert len(engine_warnings(tiny_draft(target, head_rank=0, confidence=False))) == 2
 
 
 def test_a_good_export_drafts_what_the_trainer_drafts(

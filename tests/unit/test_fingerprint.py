@@ -75,7 +75,7 @@ def test_one_character_of_the_template_changes_template_and_renders_only(
     assert text.count("the target: ") == text.count("rows.jsonl: ") == 2
     assert "|>Assistant" in text
     assert "|>assistant" in text
-    assert "run.allow_mismatch=[chat_template, probe_renders]" in text
+    assert "run.allow_mismatch=[chat_template,probe_renders]" in text
 
 
 def test_template_that_renders_the_same_changes_its_own_field_only(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.naive import naive_terms, softmax
-from train.objective.losses import Terms, TermWeights, accept_rate, objective
+from tests.support.naive import accept_rate, naive_terms, softmax
+from train.objective.losses import Terms, TermWeights, objective
 from train.objective.metrics import metric_sums, summarise, tau_sums
 
 PAPER = TermWeights(ce=0.1, l1=0.9, confidence=1.0)

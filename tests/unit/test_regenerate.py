@@ -1,6 +1,7 @@
 """The target's own answers: greedy by hand, kept, resumed line by line, and never mixed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,6 @@ def test_draws_do_not_depend_on_torchs_random_state(target: Target, tmp_path: Pa
         torch.manual_seed(seed)
         run(target, tmp_path / f"{seed}.jsonl", DRAWN)
         contents.append((tmp_path / f"{seed}.jsonl").read_text())
-        (tmp_path / "fingerprint.json").unlink()
     assert contents[0] == contents[1]
     other = RegenerateConfig(**{**vars(DRAWN), "seed": 1})
     run(target, tmp_path / "other.jsonl", other)
@@ -179,7 +179,7 @@ def test_prompt_that_is_given_twice_is_answered_once(target: Target, tmp_path: P
 
 @pytest.mark.parametrize(
     "change",
-    [{"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 9}, {"batch_size": 4}, {"top_k": 5}],
+    [{"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 9}, {"top_k": 5}],
 )
 def test_changed_settings_are_refused_by_name(
     target: Target, tmp_path: Path, change: dict[str, Any]
@@ -229,3 +229,25 @@ def test_summary_counts_what_is_in_the_file_and_what_is_new(target: Target, tmp_
     assert first.new_tokens + summary.new_tokens == sum(len(r["completion_ids"]) for r in rows)
     reasons = [r["finish_reason"] for r in rows]
     assert summary.finish_reasons == {r: reasons.count(r) for r in set(reasons)}
+
+
+def test_smaller_batches_go_on_with_the_same_rows(target: Target, tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    run(target, output, prompts=PROMPTS[:2])
+    before = rows_in(output)
+    run(target, output, RegenerateConfig(**{**vars(GREEDY), "batch_size": 1}))
+    assert rows_in(output)[: len(before)] == before
+    assert len(rows_in(output)) == NUM_TURNS
+
+
+def test_sampling_options_that_ship_with_the_target_change_nothing(
+    target: Target, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    shipped = json.loads(path.read_text()) | {"repetition_penalty": 5.0, "min_new_tokens": 8}
+    path.write_text(json.dumps(shipped))
+    run(target, tmp_path / "a.jsonl")
+    run(tiny_target(folder), tmp_path / "b.jsonl")
+    assert rows_in(tmp_path / "a.jsonl") == rows_in(tmp_path / "b.jsonl")

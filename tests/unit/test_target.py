@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from data.config import Precision, TargetConfig
 from data.errors import ConfigError, TargetError
@@ -24,7 +24,7 @@ from data.target import (
     stop_ids,
     tensor_files,
 )
-from data.tiny import make_tiny_target
+from data.tiny import byte_tokenizer, make_tiny_target
 from tests.support.tiny import CPU, TAPS, tiny_target
 
 
@@ -224,3 +224,33 @@ def test_embedding_scale_is_read_from_the_config() -> None:
     assert embedding_scale(SimpleNamespace(model_type="qwen3", hidden_size=64)) == 1.0
     granite = SimpleNamespace(model_type="granite", hidden_size=64, embedding_multiplier=12)
     assert embedding_scale(granite) == 12.0
+
+
+def test_rejected_tokens_can_be_taken_back_behind_a_sliding_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=0,
+        initializer_range=0.2,
+        eos_token_id=257,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = tiny_target(tmp_path)
+    assert "sliding_attention" in target.text_config.layer_types
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+    whole = target.forward(ids).last
+    cache = target.new_cache()
+    target.forward(ids[:, :12], cache)
+    target.forward(torch.zeros(1, 5, dtype=torch.long), cache)
+    target.drop_last(cache, 5)
+    rest = target.forward(ids[:, 12:], cache).last
+    torch.testing.assert_close(rest, whole[:, 12:], rtol=1e-4, atol=1e-4)

@@ -30,6 +30,10 @@ class Proposal:
 class Drafter(Protocol):
     """Proposes blocks for one request at a time."""
 
+    @property
+    def block_size(self) -> int:
+        """Most tokens that one proposal holds."""
+
     def start(self) -> None:
         """Forgets the last request."""
 
@@ -49,6 +53,11 @@ class ModelDrafter:
         self._device = next(draft.parameters()).device
         self._contexts: list[ContextKeysValues] = []
         self._length = 0
+
+    @property
+    def block_size(self) -> int:
+        """Slots of the draft's block."""
+        return self._draft.shape.block_size
 
     def start(self) -> None:
         """Forgets the last request."""
@@ -95,6 +104,11 @@ class LookupDrafter:
 
     def __init__(self, block_size: int, longest_ngram: int = 3) -> None:
         self._block_size, self._longest = block_size, longest_ngram
+
+    @property
+    def block_size(self) -> int:
+        """Most tokens that are proposed at once."""
+        return self._block_size
 
     def start(self) -> None:
         """Nothing is kept."""

@@ -21,6 +21,7 @@ class Round:
         drafted: tokens that were proposed and verified, up to a stop token that stood.
         accepted: how many of them stood.
         committed: tokens that the round added to the output.
+        cut: whether the token limit kept the drafter from drafting a whole block.
         confidence: the draft's confidence in each proposed token.
         draft_s: seconds of drafting.
         verify_s: seconds of the target's pass and the verification.
@@ -29,6 +30,7 @@ class Round:
     drafted: int
     accepted: int
     committed: int
+    cut: bool
     confidence: list[float]
     draft_s: float
     verify_s: float
@@ -83,7 +85,8 @@ class Session:
         end = len(prompt_ids) + max_new_tokens
         while len(tokens) < end and tokens[-1] not in self._target.stop_ids:
             began = time.perf_counter()
-            proposal = self._propose(tokens, end - len(tokens) - 1, chooser)
+            limit = end - len(tokens) - 1
+            proposal = self._propose(tokens, limit, chooser)
             drafted_at = time.perf_counter()
             block = torch.tensor([[tokens[-1], *proposal.tokens]])
             output = self._target.forward(block, cache)
@@ -107,6 +110,7 @@ class Session:
                     drafted,
                     accepted,
                     len(new),
+                    self._drafter is not None and limit < self._drafter.block_size,
                     proposal.confidence[:drafted],
                     drafted_at - began,
                     time.perf_counter() - drafted_at,

@@ -7,8 +7,9 @@ from train.decode.session import Decoded
 
 # Printed with every table: acceptance means four different things elsewhere.
 DEFINITIONS = {
-    "tau": "accepted length: tokens committed per verify pass, the bonus token included; pooled "
-    "over all rounds. Equal to tokens per target pass after the prompt's own.",
+    "tau": "accepted length: tokens committed per verify pass, the bonus token included, pooled "
+    "over all rounds but those that the token limit kept from drafting a whole block. Equal to "
+    "tokens per target pass after the prompt's own.",
     "tau_mean": "mean over prompts of the prompt's own tau",
     "accept_rate": "by slot: share of drafts that stood, among rounds in which all earlier slots "
     "stood (conditional)",
@@ -47,9 +48,9 @@ def summarise_method(
     decoded: Sequence[Decoded], plain: Sequence[Decoded], greedy: bool
 ) -> MethodFigures:
     """Figures of one method beside plain decoding of the same prompts."""
-    rounds = [r for d in decoded for r in d.rounds]
-    committed = sum(r.committed for r in rounds)
-    per_prompt = [sum(r.committed for r in d.rounds) / len(d.rounds) for d in decoded if d.rounds]
+    whole = [[r for r in d.rounds if not r.cut] for d in decoded]
+    rounds = [r for of_answer in whole for r in of_answer]
+    per_prompt = [_ratio(sum(r.committed for r in w), len(w)) for w in whole if w]
     num_slots = max((r.drafted for r in rounds), default=0)
     accept_rate, survival = [], []
     for k in range(num_slots):
@@ -65,7 +66,7 @@ def summarise_method(
         answers=len(decoded),
         new_tokens=sum(len(d.tokens) for d in decoded),
         rounds=len(rounds),
-        tau=_ratio(committed, len(rounds)),
+        tau=_ratio(sum(r.committed for r in rounds), len(rounds)),
         tau_mean=_ratio(sum(per_prompt), len(per_prompt)),
         accept_rate=accept_rate,
         survival=survival,

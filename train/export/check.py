@@ -1,6 +1,5 @@
 """Reloads an export by its own rules and compares what it drafts with the trainer's decoder."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,10 @@ class _Recorder:
         self._lead, self._others = lead, others
         self.blocks: list[list[Proposal]] = []
 
+    @property
+    def block_size(self) -> int:
+        return self._lead.block_size
+
     def start(self) -> None:
         for drafter in (self._lead, *self._others):
             drafter.start()
@@ -73,10 +76,9 @@ def check_portable(
         ExportError: they differ, or the file breaks the format's contract.
     """
     reloaded = read_portable(folder, frozen)
-    rounded = copy.deepcopy(draft)
-    with torch.no_grad():
-        for parameter in rounded.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+    rounded = Draft(draft.shape, frozen).to(target.device)
+    as_written = {n: t.to(torch.bfloat16).to(t.dtype) for n, t in draft.state_dict().items()}
+    rounded.load_state_dict(as_written)
     greedy = Sampling()
     recorder = _Recorder(
         ModelDrafter(rounded, greedy),
@@ -85,6 +87,11 @@ def check_portable(
     session = Session(target, recorder, greedy)
     for ids in prompts:
         session.decode(ids, max_new_tokens, RandomChooser(0))
+    if not recorder.blocks:
+        raise ExportError(
+            "nothing was drafted on the check prompts\n  fix: raise evaluate.max_new_tokens, or "
+            "give other prompts (evaluate.prompts)"
+        )
     for number, (mine, theirs, _) in enumerate(recorder.blocks):
         if mine.tokens != theirs.tokens:
             raise ExportError(
@@ -95,6 +102,6 @@ def check_portable(
     return CheckReport(
         blocks=len(recorder.blocks),
         tokens=sum(len(mine.tokens) for mine, _, _ in recorder.blocks),
-        same_as_master=same / max(len(recorder.blocks), 1),
+        same_as_master=same / len(recorder.blocks),
         tensors=len(reloaded.state_dict()),
     )

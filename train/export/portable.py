@@ -6,6 +6,7 @@ target's config that training did not use.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from data.files import atomic_folder
 from data.fingerprint import Fingerprint
-from data.target import FrozenHead
+from data.target import FrozenHead, LogitTransform
 from train.errors import ExportError
 from train.models.backbone import BackboneConfig
 from train.models.draft import Draft, DraftShape
@@ -144,20 +145,32 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def engine_warnings(shape: DraftShape) -> list[str]:
-    """Settings that lose an engine."""
-    lost = []
+def engine_warnings(draft: Draft) -> list[str]:
+    """Settings that lose an engine, or that it must know."""
+    shape, lost = draft.shape, []
+    embedding_scale, transform = draft.frozen.embedding_scale, draft.frozen.transform
     if shape.head_rank == 0:
         lost.append("head_rank 0: SGLang refuses it, vLLM loads it as method 'dspark' on one GPU")
     if not shape.confidence:
         lost.append("no confidence head: no confidence-scheduled verification in any engine")
     elif shape.head_rank == 0:
         lost.append("confidence head without Markov embedding: llama.cpp cannot load it")
+    if embedding_scale != 1.0:
+        lost.append(f"embedding scaled by {embedding_scale:.3g}: engines must do so for the draft")
+    if transform != LogitTransform():
+        lost.append(f"logits changed by {transform}: engines must do so for the draft")
     return lost
 
 
-def write_portable(draft: Draft, folder: Path, fingerprint: Fingerprint) -> None:
+def write_portable(
+    draft: Draft,
+    folder: Path,
+    fingerprint: Fingerprint,
+    check: Callable[[Path], None] = lambda _: None,
+) -> None:
     """Writes config.json, model.safetensors and fingerprint.json; complete or not at all.
+
+    ``check`` gets the folder before it takes its name: when it raises, an older export stays.
 
     Raises:
         ExportError: the disk is full or the folder cannot be written.
@@ -172,6 +185,7 @@ def write_portable(draft: Draft, folder: Path, fingerprint: Fingerprint) -> None
             text = json.dumps(portable_config(draft.shape), indent=1) + "\n"
             (partial / "config.json").write_text(text)
             fingerprint.save(partial / "fingerprint.json")
+            check(partial)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder}: could not be written ({error})\n  fix: make room") from error
 

@@ -1,8 +1,10 @@
 """The training loop, top to bottom: load a step, accumulate, clip, step, log, checkpoint."""
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from accelerate import Accelerator
 
 from data.cache.read import CacheReader
 from data.errors import ConfigError
+from data.files import sole_writer
 from data.fingerprint import Fingerprint
 from data.loader import StepLoader
 from data.progress import Meter
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _MAX_SKIPPED_IN_A_ROW = 5
 # Groups that decide the weights; the others may change between a run and its continuation.
+_FREE_KEYS = ("target.path", "optim.rows_per_micro_batch")
 _FIXED_GROUPS = ("target", "draft", "objective", "optim")
 
 
@@ -58,8 +62,11 @@ def fit(
     config: PipelineConfig,
     fingerprint: Fingerprint,
     accelerator: Accelerator,
+    accepted: Callable[[], None] = lambda: None,
 ) -> FitSummary:
     """Trains until the last step; goes on from the newest checkpoint of the run folder.
+
+    ``accepted`` is called on the main rank once checkpoint and configuration are found to fit.
 
     Raises:
         ConfigError: the batch cannot be shared by the ranks.
@@ -78,6 +85,8 @@ def fit(
     draft.to(accelerator.device).train()
     optimizer = make_optimizer(draft.parameters(), optim)
     first = _resume(folder, draft, optimizer, config, fingerprint)
+    if accelerator.is_main_process:
+        accepted()
     model, optimizer = accelerator.prepare(draft, optimizer)
     loader = StepLoader(
         reader,
@@ -93,6 +102,7 @@ def fit(
     main_rank = accelerator.is_main_process
     run = config.run
     with (
+        sole_writer(folder) if main_rank else contextlib.nullcontext(),
         Tracker(config.run_dir, run.name, run.wandb, to_plain(config), first, main_rank) as tracker,
         Meter("train", end, "steps", done=first) as meter,
     ):
@@ -104,7 +114,7 @@ def fit(
                 model, draft.frozen, micro_batches, config.objective, run.seed, accelerator
             )
             norm = float(accelerator.clip_grad_norm_(model.parameters(), optim.clip))
-            guard.step(norm, step, [key for batch in micro_batches for key in batch.row_keys])
+            guard.step(norm, step, [row for rows in loader.rows_of(step) for row, _ in rows])
             done = step + 1
             if done % run.log_every == 0 or done in (1, end):
                 figures = _figures(result, accelerator, config) | clock.figures(done)
@@ -126,7 +136,7 @@ class StepGuard:
         self.skipped = 0
         self._in_a_row = 0
 
-    def step(self, grad_norm: float, step: int, row_keys: list[int]) -> None:
+    def step(self, grad_norm: float, step: int, rows: list[int]) -> None:
         """Steps or skips, and clears the gradient.
 
         Raises:
@@ -138,7 +148,7 @@ class StepGuard:
         else:
             self.skipped += 1
             self._in_a_row += 1
-            log.warning("step %d skipped: gradient is not finite (row keys %s)", step, row_keys)
+            log.warning("step %d skipped: gradient not finite (rows %s of the cache)", step, rows)
         self._optimizer.zero_grad(set_to_none=True)
         if self._in_a_row >= _MAX_SKIPPED_IN_A_ROW:
             raise CheckpointError(
@@ -217,9 +227,8 @@ def _fixed_config(config: PipelineConfig) -> dict[str, Any]:
     plain = to_plain(config)
     flat = {f"{g}.{k}": v for g in _FIXED_GROUPS for k, v in plain[g].items()}
     flat |= {f"run.{k}": plain["run"][k] for k in ("seed", "precision")}
-    # A path names the target; what it is, the fingerprint says.
-    flat.pop("target.path")
-    return flat
+    # A path names the target, the fingerprint says what it is; micro-batches change no result.
+    return {k: v for k, v in flat.items() if k not in _FREE_KEYS}
 
 
 def _require_same_config(
@@ -231,7 +240,7 @@ def _require_same_config(
         lines = "\n".join(f"  {k}: was {stored.get(k)}, is {current.get(k)}" for k in refused)
         raise CheckpointError(
             f"{path} was trained with another configuration:\n{lines}\n  fix: give another "
-            f"run.name, or accept it with run.allow_change=[{','.join(refused)}]"
+            f"run.name, or accept it with 'run.allow_change=[{','.join(refused)}]'"
         )
 
 

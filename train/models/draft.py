@@ -64,7 +64,7 @@ class DraftShape:
                 num_kv_heads=text_config.num_key_value_heads,
                 head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
                 rms_norm_eps=text_config.rms_norm_eps,
-                rope_theta=rope_theta(text_config),
+                rope_theta=config.rope_theta or rope_theta(text_config),
             ),
             vocab_size=text_config.vocab_size,
             tap_layers=tap_layers,

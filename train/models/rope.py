@@ -27,7 +27,7 @@ def rope_theta(text_config: Any) -> float:  # noqa: ANN401 - configs are model-s
         raise ConfigError(
             f"target's rope_parameters={text_config.rope_parameters}",
             "the draft implements plain rotary embedding over the whole head only",
-            "choose a target with rope_type 'default'",
+            "give the draft its own: draft.rope_theta=1e6 (it need not be the target's)",
         )
     return float(theta)
 

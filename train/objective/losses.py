@@ -15,7 +15,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
 @dataclass(frozen=True)
 class TermWeights:
-    """Weights of the terms (DSpark Eq. 12). A term of weight 0 is not computed."""
+    """Weights of the terms (DSpark Eq. 12). A term of weight 0 has no gradient and needs no input;
+    only the distance of the two laws is always computed, because acceptance is always reported.
+    """
 
     ce: float
     l1: float
@@ -41,16 +43,6 @@ class Terms:
     confidence_sum: Float[Tensor, ""]
     accept_rate: Float[Tensor, " S"]
     confidence: Float[Tensor, " S"] | None
-
-
-def accept_rate(
-    draft_probs: Float[Tensor, "*s V"], target_probs: Float[Tensor, "*s V"]
-) -> Float[Tensor, "*s"]:
-    """Chance that one draft token survives verification, in [0, 1] (DSpark Eq. 8).
-
-    Both arguments are probabilities, not logits.
-    """
-    return torch.minimum(draft_probs, target_probs).sum(-1)
 
 
 def objective(
