@@ -6,66 +6,95 @@ Symbols: B rows, T tokens of the longest row, M tapped layers, D hidden size.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+CONTEXT, ASSISTANT = "context", "assistant"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a row that are supervised, or not, for the same reason.
+
+    Attributes:
+        role: who wrote them (``assistant``), or ``context`` for what serving is given.
+    """
+
+    token_ids: tuple[int, ...]
+    supervised: bool
+    role: str
+
 
 @dataclass(frozen=True)
 class Row:
-    """One context that serving would have: a prompt and the completion that answers it.
+    """One context that serving would have, with the answers that the target would generate.
+
+    Only what the target would generate is supervised: its answers, up to and including the stop
+    token. Several turns share a row when serving would have tokenised them to the same ids.
 
     Attributes:
-        prompt_ids: the rendered prompt with its generation prompt; never supervised.
-        completion_ids: what the target answered, up to and including the stop token; supervised.
         class_name: kind of the prompt (math, code, chat, ...).
         source: where the row came from, as ``file:line``.
-        finish_reason: ``stop``, or ``length`` for an answer cut at its token limit.
+        finish_reason: ``stop``, or ``length`` when the last answer was cut.
+        language: what the source says, or empty.
     """
 
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
     class_name: str = ""
     source: str = ""
     finish_reason: str = "stop"
+    language: str = ""
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], completion_ids: Sequence[int], **rest: str) -> "Row":
+        """A row of one prompt and one completion; ``rest`` are the row's other fields."""
+        context = Segment(tuple(prompt_ids), False, CONTEXT)
+        answer = Segment(tuple(completion_ids), True, ASSISTANT)
+        return cls(tuple(s for s in (context, answer) if s.token_ids), **rest)
 
     @cached_property
     def row_id(self) -> str:
-        """Hash of the row's tokens: its identity wherever it lies (32 hex digits)."""
-        return content_hash([list(self.prompt_ids), list(self.completion_ids)])
+        """Hash of tokens and supervision: the row's identity wherever it lies (32 hex digits)."""
+        return content_hash([[list(s.token_ids), s.supervised] for s in self.segments])
 
     @property
     def row_key(self) -> int:
         """The first 63 bits of `row_id`: keys the random anchors of the row."""
         return int(self.row_id[:16], 16) >> 1
 
-    @property
+    @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and completion in one."""
-        return self.prompt_ids + self.completion_ids
+        """All tokens."""
+        return tuple(t for s in self.segments for t in s.token_ids)
 
     @property
     def loss_mask(self) -> list[bool]:
         """Which tokens are supervised; as long as `token_ids`."""
-        return [False] * len(self.prompt_ids) + [True] * len(self.completion_ids)
+        return [s.supervised for s in self.segments for _ in s.token_ids]
+
+    @property
+    def num_supervised(self) -> int:
+        """Supervised tokens."""
+        return sum(len(s.token_ids) for s in self.segments if s.supervised)
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+        return sum(len(s.token_ids) for s in self.segments)
 
     def truncated(self, max_length: int) -> "Row":
-        """The row cut at its end to ``max_length`` tokens; the completion loses first."""
+        """The row cut at its end to ``max_length`` tokens; what is kept does not change."""
         if len(self) <= max_length:
             return self
-        return Row(
-            self.prompt_ids[:max_length],
-            self.completion_ids[: max(0, max_length - len(self.prompt_ids))],
-            self.class_name,
-            self.source,
-            "length",
-        )
+        kept, room = [], max_length
+        for segment in self.segments:
+            ids = segment.token_ids[:room]
+            room -= len(ids)
+            if ids:
+                kept.append(replace(segment, token_ids=ids))
+        return replace(self, segments=tuple(kept), finish_reason="length")
 
 
 def content_hash(value: object) -> str:

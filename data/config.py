@@ -50,12 +50,20 @@ class Codec(Enum):
     bf16 = "bf16"
 
 
+class Truncated(Enum):
+    """What becomes of an answer that was cut at its token limit."""
+
+    keep = "keep"
+    drop = "drop"
+
+
 class CacheMode(Enum):
     """What ``dspark cache`` does."""
 
     build = "build"
     verify = "verify"
     info = "info"
+    explain = "explain"
 
 
 @dataclass
@@ -72,6 +80,9 @@ class TargetConfig:
     mask_token_id: int = key(
         -1, "Id that fills the unknown slots of a block: inside the embedding, unused by data."
     )
+    thinking: bool | None = key(
+        None, "Thinking mode of the chat template (enable_thinking). None: the template's default."
+    )
     trust_remote_code: bool = key(False, "Run Python code that ships with the target. Off is safe.")
 
 
@@ -82,10 +93,20 @@ class CorpusConfig:
     prompts: str = key(
         "", "JSON Lines of prompts: 'turns' or 'prompt' or 'messages', optional 'class'."
     )
-    rows: str | None = key(None, "JSON Lines of rows to cache. None: rows.jsonl of the run folder.")
+    rows: str | None = key(
+        None,
+        "What to cache: a .jsonl, .parquet or .arrow file, a folder of them, or hub:owner/name. "
+        "None: rows.jsonl of the run folder.",
+    )
+    sources: list[str] = key(
+        [], "Several such sources instead of rows, each as PATH or PATH=WEIGHT (drawn in ratio)."
+    )
     limit: int | None = key(None, "Use only the first this many prompts or rows. None: all.")
     max_length: int = key(2048, "Longest row in tokens; longer completions are cut at their end.")
     min_supervised: int = key(2, "Rows with fewer supervised tokens are dropped and counted.")
+    max_quarantined: float = key(
+        0.05, "Largest share of lines, in [0, 1], that may be unusable; above it the run stops."
+    )
     keep_truncated: bool = key(
         True, "Keep answers that were cut at max_new_tokens (finish_reason 'length')."
     )
@@ -100,8 +121,32 @@ class RegenerateConfig:
     top_p: float = key(0.9, "Nucleus: smallest set of tokens with this probability, in (0, 1].")
     top_k: int = key(0, "Keep only this many likeliest tokens; 0 keeps all.")
     samples_per_prompt: int = key(1, "Answers drawn for each prompt.")
-    batch_size: int = key(64, "Prompts answered together.")
     seed: int = key(0, "Seed of the sampling.")
+    truncated: Truncated = key(
+        Truncated.keep,
+        "Answers cut at max_new_tokens: keep them as rows (finish_reason 'length'), or drop them "
+        "into the quarantine. Both are counted.",
+    )
+    batch_size: int = key(64, "Prompts answered together in process (without servers).")
+    servers: list[str] = key(
+        [],
+        "Base URLs of OpenAI-compatible servers that run the target, which share the load, e.g. "
+        "[http://localhost:8000/v1]. The environment variable OPENAI_API_KEY has their key, if "
+        "they want one. Empty: the target answers in this process.",
+    )
+    server_model: str | None = key(
+        None, "Name under which the servers run the target. None: the only model that they list."
+    )
+    concurrency: int = key(32, "Requests in flight at each server, at most.")
+    timeout_s: float = key(600.0, "Longest wait for one answer of a server, in seconds.")
+    max_retries: int = key(
+        4,
+        "Repetitions of a request that met a time-out, a lost connection, or status 429 or 5xx, "
+        "with exponential back-off. After them the next server is asked.",
+    )
+    max_failures: int = key(
+        20, "Requests that fail in a row, each after its repetitions, until the run stops."
+    )
 
 
 @dataclass
@@ -113,6 +158,7 @@ class CacheConfig:
     part_bytes: int = key(1 << 30, "Largest size of one shard of tapped states, in bytes.")
     chunk_bytes: int = key(2 << 20, "Largest size of one checksummed chunk, in bytes.")
     batch_tokens: int = key(4096, "Tokens (padding included) of one pass of the target.")
+    explain_rows: int = key(3, "Rows that mode=explain shows.")
     self_check_tokens: int = key(256, "Tokens on which stored state and target are compared.")
     self_check_tv: float = key(
         0.01, "Largest mean total variation, in [0, 1], that the self-check lets pass."

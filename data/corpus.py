@@ -1,25 +1,20 @@
-"""JSON Lines files: prompts to answer, rows or conversations to cache. Errors have file:line."""
+"""Where prompts and rows come from: files, folders, hub names. Errors have file:line."""
 
 import json
 import logging
-import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from data.batch import Row
-from data.chat import Conversation, Message, Tokenizer, encode_conversation
-from data.config import CorpusConfig
-from data.errors import DataError
+from data.errors import ConfigError, DataError
+from data.shapes import Value, class_name_of, read_messages
 
 log = logging.getLogger(__name__)
 PACKAGE_PREFIX = "pkg://"
-_CLASS_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*")
-_RESERVED_CLASSES = ("all", "summary")
+HUB_PREFIX = "hub:"
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,7 @@ class Prompt:
     class_name: str
     source: str
     system: str | None = None
+    language: str = ""
 
 
 def locate(path: str) -> Path:
@@ -40,7 +36,7 @@ def locate(path: str) -> Path:
     return Path(str(files(package).joinpath(rest)))
 
 
-def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, Value]]:
     """Objects of a JSON Lines file with their ``file:line``; blank lines are skipped.
 
     Args:
@@ -51,65 +47,69 @@ def read_jsonl(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, di
     Raises:
         DataError: the file is missing, or a line is not a JSON object.
     """
+    for source, value in iter_lines(path, skip_torn=skip_torn):
+        if isinstance(value, DataError):
+            raise value
+        yield source, value
+
+
+def iter_lines(path: Path, *, skip_torn: bool) -> Iterator[tuple[str, Value | DataError]]:
+    """Like `read_jsonl`, but a bad line is handed over as its error."""
     if not path.is_file():
         raise DataError(
             str(path), "no such file", "check the path, or run the stage that writes it"
         )
     with path.open("rb") as lines:  # bytes, so that a line that is not UTF-8 can be named
         for number, line in enumerate(lines, 1):
-            source = f"{path}:{number}"
             if not line.strip():
                 continue
+            source = f"{path}:{number}"
             try:
                 value = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 if skip_torn and not line.endswith(b"\n"):
                     log.warning("%s: torn last line skipped", source)
                     continue
-                raise DataError(source, f"not JSON ({error})", "mend or delete the line") from error
-            if not isinstance(value, dict):
-                raise DataError(source, "not a JSON object", 'write {"turns": ["..."]}')
-            yield source, value
+                fix = "mend or delete the line"
+                yield source, DataError(source, f"not JSON ({error})", fix, reason="json")
+                continue
+            if isinstance(value, dict):
+                yield source, value
+            else:
+                fix = 'write {"turns": ["..."]}'
+                yield source, DataError(source, "not a JSON object", fix, reason="json")
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts in the shapes ``turns``, ``prompt`` or ``messages``; ``class`` is optional.
+    """Prompts in the shapes ``turns``, ``prompt``, ``messages`` or ``conversations``.
 
     Raises:
         DataError: a line in no known shape, or a file without prompts.
     """
-    prompts = [_prompt(source, value) for source, value in islice(read_jsonl(path), limit)]
+    prompts = []
+    for source, value in islice(iter_source(str(path)), limit):
+        if isinstance(value, DataError):
+            raise value
+        prompts.append(prompt_of(source, value))
     if not prompts:
         raise DataError(str(path), "holds no prompts", 'one object a line: {"turns": ["..."]}')
     return prompts
 
 
-def class_name_of(source: str, value: dict[str, Any]) -> str:
-    """The optional ``class``; results are filed under it, so it must be able to name a file.
+def prompt_of(source: str, value: Value) -> Prompt:
+    """The prompt of one line.
 
     Raises:
-        DataError: it cannot.
+        DataError: a line in no known shape.
     """
-    name = value.get("class")
-    if name is None:
-        return ""
-    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name in _RESERVED_CLASSES:
-        raise DataError(
-            source,
-            f"class {name!r} cannot name a file of results",
-            f"letters, digits, '-', '_', '.', '+'; not {' or '.join(_RESERVED_CLASSES)}",
-        )
-    return name
-
-
-def _prompt(source: str, value: dict[str, Any]) -> Prompt:
     class_name = class_name_of(source, value)
     system = None
     turns = value.get("turns")
     if turns is None and "prompt" in value:
         turns = [value["prompt"]]
-    if turns is None and "messages" in value:
-        messages = _messages(source, value["messages"])
+    messages = value.get("messages", value.get("conversations"))
+    if turns is None and messages is not None:
+        messages = read_messages(source, messages)
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
         turns = [m["content"] for m in messages if m["role"] == "user"]
     texts = turns if isinstance(turns, list) else []
@@ -120,74 +120,83 @@ def _prompt(source: str, value: dict[str, Any]) -> Prompt:
             f"no prompt found (keys: {', '.join(value) or 'none'})",
             'give "turns": [text, ...], or "prompt": text, or "messages": [{"role", "content"}]',
         )
-    return Prompt(tuple(texts), class_name, source, system)
+    return Prompt(tuple(texts), class_name, source, system, str(value.get("language") or ""))
 
 
-def _messages(source: str, value: Any) -> tuple[Message, ...]:  # noqa: ANN401 - JSON
-    ok = isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )
-    if not ok:
-        raise DataError(source, "'messages' is not a list of {role, content} texts")
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+def iter_source(path: str, *, skip_torn: bool = False) -> Iterator[tuple[str, Value | DataError]]:
+    """Rows of a source, one at a time, with their ``file:line``; a bad line is its error.
 
+    JSON Lines are read here and not through `datasets`, which infers one schema for a whole block
+    and ends the run at the first line that breaks it.
 
-def read_rows(
-    path: Path, config: CorpusConfig, tokenizer: Tokenizer, stop_ids: Collection[int]
-) -> list[Row]:
-    """Rows to cache: regenerated ones (token ids) or conversations (``messages``).
-
-    What is dropped is counted by reason and logged; a row that occurs twice is kept once.
+    Args:
+        path: a .jsonl, .parquet or .arrow file, a folder of them, or ``hub:owner/name``.
+        skip_torn: see `read_jsonl`.
 
     Raises:
-        DataError: a line that is neither, or no row left.
+        DataError: there is no such source, or it is of no known kind.
     """
-    rows: dict[str, Row] = {}
-    dropped: Counter[str] = Counter()
-    for source, value in islice(read_jsonl(path, skip_torn=True), config.limit):
-        for row in _rows_of(source, value, tokenizer, stop_ids):
-            cut = row.truncated(config.max_length)
-            reason = _drop_reason(cut, row, config)
-            if reason is None and cut.row_id in rows:
-                reason = "duplicate"
-            if reason is None:
-                rows[cut.row_id] = cut
-            else:
-                dropped[reason] += 1
-    for reason, count in sorted(dropped.items()):
-        log.warning("%s: dropped %d rows: %s", path, count, reason)
-    if not rows:
-        raise DataError(str(path), f"no row is left (dropped: {dict(dropped)})", "see corpus.*")
-    return list(rows.values())
+    if path.startswith(HUB_PREFIX):
+        yield from _iter_dataset(path.removeprefix(HUB_PREFIX), path)
+        return
+    local = locate(path)
+    if local.is_dir():
+        members = sorted(p for p in local.rglob("*") if p.suffix in (".jsonl", *_FORMATS))
+        if not members:
+            raise DataError(path, "the folder holds no .jsonl, .parquet or .arrow file")
+        for member in members:
+            yield from iter_source(str(member), skip_torn=skip_torn)
+    elif local.suffix in _FORMATS and local.is_file():
+        yield from _iter_dataset(_FORMATS[local.suffix], path, data_files=str(local))
+    else:
+        yield from iter_lines(local, skip_torn=skip_torn)
 
 
-def _drop_reason(cut: Row, row: Row, config: CorpusConfig) -> str | None:
-    if len(cut.completion_ids) < config.min_supervised:
-        return f"fewer than {config.min_supervised} supervised tokens"
-    if row.finish_reason == "length" and not config.keep_truncated:
-        return "answer cut at its token limit"
-    return None
+def _iter_dataset(name: str, path: str, **options: str) -> Iterator[tuple[str, Value]]:
+    import datasets  # takes a second, and most runs do not need it
+
+    try:
+        stream = datasets.load_dataset(name, split="train", streaming=True, **options)
+        for number, value in enumerate(stream, 1):
+            yield f"{path}:{number}", value
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(path, f"cannot be read ({error})", "check file or hub name") from error
 
 
-def _rows_of(
-    source: str, value: dict[str, Any], tokenizer: Tokenizer, stop_ids: Collection[int]
-) -> list[Row]:
-    class_name = class_name_of(source, value)
-    if "messages" in value:
-        messages = _messages(source, value["messages"])
-        return encode_conversation(tokenizer, Conversation(messages, class_name, source), stop_ids)
-    prompt, completion = _ids(value.get("prompt_ids")), _ids(value.get("completion_ids"))
-    if prompt is None or completion is None:
-        raise DataError(
-            source,
-            "neither token ids (prompt_ids, completion_ids) nor 'messages'",
-            "write rows with 'dspark regenerate'",
-        )
-    reason = str(value.get("finish_reason", "stop"))
-    return [Row(prompt, completion, class_name, source, reason)]
+def mix(sources: list[tuple[str, float]]) -> Iterator[tuple[str, Value | DataError]]:
+    """Rows of several sources in the ratio of their weights, in a fixed order.
+
+    Always the source that is furthest behind its share comes next. The first source that ends
+    ends the mix: going on would break the ratio.
+    """
+    streams = [iter_source(path) for path, _ in sources]
+    taken = [0] * len(streams)
+    while True:
+        next_one = min(range(len(streams)), key=lambda i: (taken[i] + 1) / sources[i][1])
+        try:
+            yield next(streams[next_one])
+        except StopIteration:
+            log.info("%s ended the mix: %s rows", sources[next_one][0], taken)
+            return
+        taken[next_one] += 1
 
 
-def _ids(value: Any) -> tuple[int, ...] | None:  # noqa: ANN401 - JSON
-    ok = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
-    return tuple(value) if ok else None
+def parse_sources(sources: list[str]) -> list[tuple[str, float]]:
+    """(path, weight) of ``PATH`` or ``PATH=WEIGHT``.
+
+    Raises:
+        ConfigError: a weight that is not a positive number.
+    """
+    parsed = []
+    for source in sources:
+        path, separator, weight = source.rpartition("=")
+        try:
+            value = float(weight) if separator else 1.0
+        except ValueError:
+            value = 0.0
+        if value <= 0:
+            raise ConfigError(
+                f"corpus.sources: {source}", "the weight is not a positive number", "PATH=0.5"
+            )
+        parsed.append((path if separator else source, value))
+    return parsed

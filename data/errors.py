@@ -16,15 +16,27 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A prompt, row or conversation that cannot be used."""
+    """A prompt, row or conversation that cannot be used.
 
-    def __init__(self, source: str, problem: str, fix: str = "") -> None:
+    Attributes:
+        source: ``file:line``.
+        reason: short code by which such rows are counted.
+    """
+
+    def __init__(self, source: str, problem: str, fix: str = "", reason: str = "format") -> None:
         super().__init__(f"{source}: {problem}" + (f"\n  fix: {fix}" if fix else ""))
-        self.source = source
+        self.source, self.problem, self.reason = source, problem, reason
 
 
 class TargetError(UserError):
     """A target that cannot be loaded or taken apart."""
+
+
+class ServerError(UserError):
+    """Servers that answer prompts and cannot be used, or stopped working."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"regenerate.servers: {problem}\n  fix: {fix}")
 
 
 class CacheError(UserError):

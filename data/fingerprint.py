@@ -15,7 +15,7 @@ from typing import Any
 from data.chat import Message, Tokenizer, render
 from data.errors import FingerprintMismatchError, TargetError
 from data.files import write_atomic
-from data.target import Target, tensor_files
+from data.target import Target, TargetFiles, tensor_files
 
 # Rendered by every stage. They hold what templates treat apart: a default system prompt, several
 # turns, and text at the edges.
@@ -39,9 +39,9 @@ class Fingerprint:
         self.fields = dict(fields)
 
     @classmethod
-    def of_target(cls, target: Target) -> "Fingerprint":
+    def of_target(cls, target: Target | TargetFiles) -> "Fingerprint":
         """The fingerprint of a target and its tokenizer."""
-        kept = _stable(target.model.config.to_diff_dict())
+        kept = _stable(target.model_config.to_diff_dict())
         return cls(
             {
                 **tokenizer_fields(target.tokenizer),

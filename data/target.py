@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -114,8 +115,11 @@ def text_config(model_config: Any) -> Any:  # noqa: ANN401 - configs are model-s
     return model_config.get_text_config()
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
-    """The target's tokenizer.
+def load_tokenizer(
+    folder: Path, trust_remote_code: bool = False, thinking: bool | None = None
+) -> Any:  # noqa: ANN401
+    """The target's tokenizer. ``thinking`` becomes part of every render that it makes, so that no
+    stage can forget it, and the fingerprint's probe renders see it.
 
     Raises:
         TargetError: it has no chat template, so no prompt can be rendered.
@@ -123,6 +127,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:  # noq
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise TargetError(f"{folder}: the tokenizer has no chat template\n  fix: add one")
+    if thinking is not None:
+        template = tokenizer.apply_chat_template
+        cast("Any", tokenizer).apply_chat_template = partial(template, enable_thinking=thinking)
     return tokenizer
 
 
@@ -170,7 +177,7 @@ class Target:
     ) -> None:
         disable_progress_bar()  # one bar per load hides what the verb itself says
         self.folder = resolve_folder(config)
-        self.tokenizer = load_tokenizer(self.folder, config.trust_remote_code)
+        self.tokenizer = load_tokenizer(self.folder, config.trust_remote_code, config.thinking)
         self.device = device
         model = AutoModelForCausalLM.from_pretrained(
             self.folder,
@@ -191,6 +198,11 @@ class Target:
         self._tapped: dict[int, Tensor] = {}
         for layer in self.tap_layers:
             self._layers()[layer].register_forward_hook(self._tap(layer))
+
+    @property
+    def model_config(self) -> Any:  # noqa: ANN401 - configs are model-specific
+        """The model's config."""
+        return self.model.config
 
     @property
     def transform(self) -> LogitTransform:
@@ -256,6 +268,21 @@ class Target:
         return hook
 
 
+class TargetFiles:
+    """What a target's files say without its weights: enough to render prompts and to fingerprint.
+
+    Attributes:
+        folder, tokenizer, stop_ids: as in `Target`.
+        model_config: config.json as transformers reads it.
+    """
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.folder = resolve_folder(config)
+        self.tokenizer = load_tokenizer(self.folder, config.trust_remote_code, config.thinking)
+        self.stop_ids = load_stop_ids(self.folder, self.tokenizer)
+        self.model_config = load_model_config(self.folder, config.trust_remote_code)
+
+
 def stop_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401
     """Every id that ends an answer: the generation config's and the tokenizer's, sorted.
 
@@ -268,6 +295,15 @@ def stop_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:  # noqa
     if not ids:
         raise TargetError("the target declares no stop token\n  fix: set eos_token_id")
     return tuple(sorted(ids))
+
+
+def load_stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Stop ids from the target's files, without its weights."""
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # a target without generation_config.json: its config has the ids
+        generation = GenerationConfig.from_model_config(load_model_config(folder))
+    return stop_ids(generation, tokenizer)
 
 
 def logit_transform(config: Any) -> LogitTransform:  # noqa: ANN401

@@ -149,7 +149,12 @@ class PipelineConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    mode: CacheMode = key(CacheMode.build, "What 'dspark cache' does: build, verify, info.")
+    mode: CacheMode = key(
+        CacheMode.build,
+        "What 'dspark cache' does. build: run the target over the rows. explain: show rows token "
+        "by token. verify: read everything and check. info: summary.",
+    )
+    html: str | None = key(None, "File for mode=explain: the same as a page.")
 
     @property
     def run_dir(self) -> Path:
@@ -193,22 +198,33 @@ _TARGET_FILES = (
     "target.revision",
     "target.mask_token_id",
     "target.trust_remote_code",
+    "target.thinking",
 )
 _TARGET = (*_TARGET_FILES, "target.precision", "target.attention")
+_PROMPTS = ("corpus.prompts", "corpus.limit", "corpus.max_quarantined")
 _ROWS = tuple(
-    f"corpus.{k}" for k in ("rows", "limit", "max_length", "min_supervised", "keep_truncated")
+    f"corpus.{k}"
+    for k in (
+        "rows",
+        "sources",
+        "limit",
+        "max_length",
+        "min_supervised",
+        "max_quarantined",
+        "keep_truncated",
+    )
 )
 _CHECK = tuple(f"evaluate.{k}" for k in ("prompts", "precision", "max_new_tokens"))
 
 VERBS: dict[str, Verb] = {
     "regenerate": Verb(
         "Lets the target answer prompts; keeps the token ids of prompt and completion.",
-        (*_TARGET, "corpus.prompts", "corpus.limit", "regenerate", "run"),
+        (*_TARGET, *_PROMPTS, "regenerate", "run"),
         "dspark regenerate target.path=Qwen/Qwen3-4B corpus.prompts=prompts.jsonl run.name=mine",
     ),
     "cache": Verb(
         "Runs the target over the rows and stores its hidden states (Zarr, resumable).",
-        ("target", *_ROWS, "cache", "run", "mode"),
+        ("target", *_ROWS, "cache", "run", "mode", "html"),
         "dspark cache target=qwen3_4b run.name=mine   (mode=verify reads it all and checks)",
     ),
     "train": Verb(

@@ -5,12 +5,15 @@ After `load_config` nothing reads a DictConfig.
 
 from dataclasses import fields, is_dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
 from data.config import FINGERPRINT_FIELDS, CacheMode
 from data.errors import ConfigError
 from train.config import VERBS, PipelineConfig
+
+MAX_CONNECTIONS = 1000  # of the openai client
 
 
 def load_config(cfg: DictConfig, verb: str) -> PipelineConfig:
@@ -48,7 +51,7 @@ def validate(config: PipelineConfig, verb: str) -> None:
 
 
 def _check_missing(config: PipelineConfig, verb: str) -> None:
-    if verb == "cache" and config.mode is not CacheMode.build:
+    if verb == "cache" and config.mode in (CacheMode.verify, CacheMode.info):
         return
     required = {
         "regenerate": ("target.path", "corpus.prompts"),
@@ -68,19 +71,36 @@ def _check_missing(config: PipelineConfig, verb: str) -> None:
 class _Check:
     """One rule over the configuration, applied when the verb reads its group."""
 
-    def __init__(self, path: str, ok: Any, problem: str, fix: str) -> None:  # noqa: ANN401
+    def __init__(  # a secret value is not repeated in the message
+        self,
+        path: str,
+        ok: Any,  # noqa: ANN401
+        problem: str,
+        fix: str,
+        *,
+        secret: bool = False,
+    ) -> None:
         self.path, self.ok, self.problem, self.fix = path, ok, problem, fix
+        self.secret = secret
 
     def __call__(self, config: PipelineConfig) -> None:
         value: Any = config
         for part in self.path.split("."):
             value = getattr(value, part)
         if not self.ok(value, config):
-            raise ConfigError(f"{self.path}={value}", self.problem, self.fix)
+            shown = "..." if self.secret else value
+            raise ConfigError(f"{self.path}={shown}", self.problem, self.fix)
 
 
 def _at_least(path: str, low: float) -> _Check:
     return _Check(path, lambda v, _: v is None or v >= low, f"must be at least {low}", "raise it")
+
+
+def _is_plain_url(url: str) -> bool:
+    """Whether an address may be recorded: a key in it would end up in the run's config."""
+    parts = urlsplit(url)
+    plain = not (parts.query or parts.fragment or "@" in parts.netloc)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 def _share(path: str) -> _Check:
@@ -98,6 +118,18 @@ _CHECKS = (
     _at_least("corpus.max_length", 2),
     _at_least("corpus.min_supervised", 1),
     _at_least("corpus.limit", 1),
+    _Check(
+        "corpus.max_quarantined",
+        lambda v, _: 0 <= v <= 1,
+        "is a share",
+        "take a number between 0 and 1",
+    ),
+    _Check(
+        "corpus.sources",
+        lambda v, c: not v or c.corpus.rows is None,
+        "contradicts corpus.rows",
+        "give one of the two",
+    ),
     _at_least("regenerate.max_new_tokens", 1),
     _at_least("regenerate.temperature", 0),
     _share("regenerate.top_p"),
@@ -110,6 +142,35 @@ _CHECKS = (
         "several samples at temperature 0 are all the same answer",
         "set regenerate.temperature above 0, or samples_per_prompt=1",
     ),
+    _Check(
+        "regenerate.servers",
+        lambda v, _: all(_is_plain_url(url) for url in v),
+        "each is http:// or https:// with a host, without user, password or query",
+        "write [http://localhost:8000/v1]; a key belongs into the variable OPENAI_API_KEY",
+        secret=True,
+    ),
+    _Check(
+        "regenerate.servers",
+        lambda v, _: len(set(v)) == len(v),
+        "an address occurs twice",
+        "name each once; regenerate.concurrency says how many requests it gets",
+    ),
+    _Check(
+        "regenerate.server_model",
+        lambda v, c: v is None or bool(c.regenerate.servers),
+        "has no effect without servers",
+        "give regenerate.servers=[...], or leave it out",
+    ),
+    _at_least("regenerate.concurrency", 1),
+    _Check(
+        "regenerate.concurrency",
+        lambda v, _: v <= MAX_CONNECTIONS,
+        f"the client opens {MAX_CONNECTIONS} connections to a server, at most",
+        "lower it, or name more servers",
+    ),
+    _Check("regenerate.timeout_s", lambda v, _: v > 0, "must be positive", "600 is usual"),
+    _at_least("regenerate.max_retries", 0),
+    _at_least("regenerate.max_failures", 1),
     _at_least("cache.part_bytes", 1 << 16),
     _at_least("cache.chunk_bytes", 1 << 10),
     _at_least("cache.batch_tokens", 1),

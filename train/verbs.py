@@ -13,15 +13,19 @@ from data.cache.records import file_digest
 from data.cache.verify import describe_cache, verify_cache
 from data.chat import encode_prompt
 from data.config import CacheMode, Precision
-from data.corpus import locate, read_prompts, read_rows
+from data.corpus import locate, read_prompts
 from data.errors import CacheError, ConfigError
+from data.explain import explain_rows
 from data.fingerprint import Fingerprint, check_mask_token, hash_weights, tokenizer_fields
 from data.regenerate import fingerprint_path, regenerate
+from data.rows import Encoder, read_rows, usable_prompts
 from data.target import (
     DTYPES,
     FrozenHead,
     Target,
+    TargetFiles,
     load_model_config,
+    load_stop_ids,
     load_tokenizer,
     read_frozen_head,
     resolve_folder,
@@ -47,8 +51,13 @@ console = Console(width=max(Console().width, 110), soft_wrap=True)
 
 def run_regenerate(config: PipelineConfig) -> None:
     """Prompts to rows of the target's own answers."""
-    prompts = read_prompts(locate(config.corpus.prompts), config.corpus.limit)
-    target = Target(config.target, compute_device(config))
+    target: Target | TargetFiles
+    if config.regenerate.servers:  # the weights are there, not here
+        target = TargetFiles(config.target)
+    else:
+        target = Target(config.target, compute_device(config))
+    bad = config.run_dir / "prompts.quarantine.jsonl"
+    prompts = usable_prompts(config.corpus.prompts, config.corpus, target.tokenizer, bad)
     summary = regenerate(
         target,
         prompts,
@@ -62,6 +71,12 @@ def run_regenerate(config: PipelineConfig) -> None:
         f"{config.rows_path}: {summary.rows} rows ({summary.written} new with "
         f"{summary.new_tokens:,} tokens), finish reasons {summary.finish_reasons}"
     )
+    if summary.failures:
+        console.print(
+            f"{summary.quarantine}: {sum(summary.failures.values())} requests without a row "
+            f"{summary.failures}, {summary.unasked} later turns not asked; the next start asks "
+            "again (not for answers that were cut and dropped)"
+        )
 
 
 def run_cache(config: PipelineConfig) -> None:
@@ -76,6 +91,8 @@ def run_cache(config: PipelineConfig) -> None:
         console.print(f"{config.cache_path}: all {report.objects} objects are sound")
     elif config.mode is CacheMode.info:
         _print_cache(config.cache_path)
+    elif config.mode is CacheMode.explain:
+        _explain(config)
     else:
         _build(config)
 
@@ -93,7 +110,8 @@ def _build(config: PipelineConfig) -> None:
             str(config.rows_path),
             config.run.allow_mismatch,
         )
-    rows = read_rows(config.rows_path, config.corpus, target.tokenizer, target.stop_ids)
+    encoder = Encoder(target.tokenizer, target.stop_ids, target.text_config.vocab_size)
+    rows = read_rows(config.corpus, config.rows_path, encoder, _quarantine(config))
     mask = config.target.mask_token_id
     check_mask_token(mask, target.text_config.vocab_size, target.stop_ids)
     used = next((row for row in rows if mask in row.token_ids), None)
@@ -111,6 +129,27 @@ def _build(config: PipelineConfig) -> None:
         lambda: record_run(config, "cache"),
     )
     _print_cache(config.cache_path)
+
+
+def _explain(config: PipelineConfig) -> None:
+    """Encodes rows and shows them; neither weights nor a cache are needed."""
+    folder = resolve_folder(config.target)
+    trust = config.target.trust_remote_code
+    tokenizer = load_tokenizer(folder, trust, config.target.thinking)
+    stops = load_stop_ids(folder, tokenizer)
+    vocab_size = text_config(load_model_config(folder, trust)).vocab_size
+    encoder = Encoder(tokenizer, stops, vocab_size)
+    rows = read_rows(config.corpus, config.rows_path, encoder, _quarantine(config))
+    shown = rows[: config.cache.explain_rows]
+    html = Path(config.html) if config.html else None
+    explain_rows(shown, tokenizer, stops, html)
+    console.print(
+        f"{len(shown)} of {len(rows)} rows shown" + (f"; written to {html}" if html else "")
+    )
+
+
+def _quarantine(config: PipelineConfig) -> Path:
+    return config.run_dir / "quarantine.jsonl"
 
 
 def run_train(config: PipelineConfig) -> None:
@@ -235,7 +274,7 @@ def _require_cache_of_target(config: PipelineConfig, reader: CacheReader, folder
         FingerprintMismatchError: another target, tokenizer or template.
         ConfigError: other taps than the cache holds.
     """
-    tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.target.trust_remote_code, config.target.thinking)
     own = Fingerprint({**tokenizer_fields(tokenizer), "target_weights": hash_weights(folder)})
     cache = str(config.cache_path)
     own.require_match(reader.fingerprint, "the target", cache, config.run.allow_mismatch)

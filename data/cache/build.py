@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,7 +130,12 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
 
 def plan_cache(target: Target, rows: Sequence[Row], config: CacheConfig) -> tuple[Header, Plan]:
     """Header and plan; both depend on rows and configuration alone."""
-    lengths = [len(row) for row in rows]
+    lengths, row_ids, class_names, languages = [], [], set(), set()
+    for row in rows:  # once: they may lie on disk
+        lengths.append(len(row))
+        row_ids.append(row.row_id)
+        class_names.add(row.class_name)
+        languages.add(row.language)
     layout = Layout.choose(
         len(target.tap_layers),
         target.text_config.hidden_size,
@@ -148,8 +153,9 @@ def plan_cache(target: Target, rows: Sequence[Row], config: CacheConfig) -> tupl
         num_parts=plan.num_parts,
         num_samples=len(rows),
         codec=config.codec.value,
-        dataset_hash=content_hash([row.row_id for row in rows]),
-        class_names=tuple(sorted({row.class_name for row in rows})),
+        dataset_hash=content_hash(row_ids),
+        class_names=tuple(sorted(class_names)),
+        languages=tuple(sorted(languages)),
         target_precision=str(target.model.dtype).removeprefix("torch."),
     )
     return header, plan
@@ -174,14 +180,16 @@ def _build_parts(
             try:
                 skipped = []
                 for batch in length_batches(samples, plan.lengths, config.batch_tokens):
-                    skipped += _write_batch(target, rows, batch, writer)
+                    skipped += _write_batch(target, {i: rows[i] for i in batch}, writer)
                     note = f"{written / meter.elapsed_s / 1e6:.1f} MB/s"
-                    meter.add(sum(len(rows[i]) for i in batch), note)
+                    meter.add(int(plan.lengths[batch].sum()), note)
                 written += writer.commit(
                     {
                         "cache_uuid": header.cache_uuid,
                         "writer": {"host": socket.gethostname(), "pid": os.getpid()},
-                        "samples": [[i, int(plan.starts[i]), len(rows[i])] for i in samples],
+                        "samples": [
+                            [i, int(plan.starts[i]), int(plan.lengths[i])] for i in samples
+                        ],
                         "skipped": skipped,
                         "time": time.time(),
                     }
@@ -209,17 +217,19 @@ def length_batches(
 
 
 def _write_batch(
-    target: Target, rows: Sequence[Row], batch: Sequence[int], writer: PartWriter
+    target: Target, batch: Mapping[int, Row], writer: PartWriter
 ) -> list[list[object]]:
-    """Runs one batch and writes its rows; returns [sample, reason] of rows with NaN or Inf."""
-    longest = max(len(rows[i]) for i in batch)
+    """Runs one batch, a row by its sample number, and writes it in the order of the batch;
+    returns [sample, reason] of rows with NaN or Inf.
+    """
+    longest = max(map(len, batch.values()))
     ids = torch.zeros((len(batch), longest), dtype=torch.long)
-    for b, i in enumerate(batch):
-        ids[b, : len(rows[i])] = torch.tensor(rows[i].token_ids)
+    for b, row in enumerate(batch.values()):
+        ids[b, : len(row)] = torch.tensor(row.token_ids)
     output = target.forward(ids)
     skipped: list[list[object]] = []
-    for b, i in enumerate(batch):
-        n = len(rows[i])
+    for b, (i, row) in enumerate(batch.items()):
+        n = len(row)
         taps, last = output.taps[b, :n], output.last[b, :n]
         if not (bool(taps.isfinite().all()) and bool(last.isfinite().all())):
             skipped.append([i, "non-finite states"])
@@ -227,8 +237,8 @@ def _write_batch(
             {
                 "hidden": encode_bf16(taps),
                 "last_hidden": encode_bf16(last),
-                "input_ids": np.asarray(rows[i].token_ids, dtype=np.int32),
-                "loss_mask": np.asarray(rows[i].loss_mask, dtype=np.uint8),
+                "input_ids": np.asarray(row.token_ids, dtype=np.int32),
+                "loss_mask": np.asarray(row.loss_mask, dtype=np.uint8),
             }
         )
     return skipped

@@ -68,13 +68,16 @@ def _write_samples(
     folder: Path, header: Header, plan: Plan, rows: Sequence[Row], keep: np.ndarray
 ) -> None:
     classes = {name: i for i, name in enumerate(header.class_names)}
+    languages = {name: i for i, name in enumerate(header.languages)}
+    kept = [(r.row_key, r.class_name, r.language) for r in (rows[int(i)] for i in keep)]
     columns = {
         "start": plan.starts[keep],
         "length": plan.lengths[keep],
         "sample_id": keep,
         "part": plan.parts[keep],
-        "row_key": [rows[i].row_key for i in keep],
-        "class_id": [classes[rows[i].class_name] for i in keep],
+        "row_key": [row_key for row_key, _, _ in kept],
+        "class_id": [classes[name] for _, name, _ in kept],
+        "language_id": [languages[language] for _, _, language in kept],
     }
     group = zarr.open_group(folder / "data.zarr", mode="a").require_group("samples")
     for name, dtype in SAMPLE_COLUMNS.items():

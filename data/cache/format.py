@@ -33,6 +33,7 @@ SAMPLE_COLUMNS = {
     "part": "int32",
     "row_key": "uint64",
     "class_id": "uint16",
+    "language_id": "uint16",
 }
 
 
@@ -181,6 +182,7 @@ class Header:
     codec: str
     dataset_hash: str
     class_names: tuple[str, ...]
+    languages: tuple[str, ...]
     target_precision: str
     cache_uuid: str = ""
     format: str = FORMAT
@@ -216,6 +218,7 @@ class Header:
         try:
             value["tap_layers"] = tuple(value["tap_layers"])
             value["class_names"] = tuple(value["class_names"])
+            value["languages"] = tuple(value["languages"])
             return cls(**value)
         except (KeyError, TypeError) as error:
             raise CacheError(

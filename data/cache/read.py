@@ -123,6 +123,7 @@ class SampleTable:
     Attributes:
         row_keys: uint64, see `data.batch.Row.row_key`.
         class_ids: index into the header's ``class_names``.
+        language_ids: index into the header's ``languages``.
     """
 
     parts: np.ndarray
@@ -130,6 +131,7 @@ class SampleTable:
     lengths: np.ndarray
     row_keys: np.ndarray
     class_ids: np.ndarray
+    language_ids: np.ndarray
 
 
 class CacheReader:
@@ -203,4 +205,5 @@ def _read_samples(folder: Path, expected_digest: str) -> SampleTable:
         columns["length"],
         columns["row_key"],
         columns["class_id"],
+        columns["language_id"],
     )

@@ -79,6 +79,26 @@ def test_verify_and_info_speak_of_the_cache(smoke: Path) -> None:
     assert "bytes per token" in dspark("cache", SMOKE, "mode=info", cwd=smoke)
 
 
+def test_explain_shows_rows_without_weights_or_cache(smoke: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    output = dspark("cache", SMOKE, "mode=explain", f"html={page}", cwd=smoke)
+    assert "yes: the target generates it" in output
+    assert "tokens are supervised" in page.read_text()
+
+
+def test_corpus_that_is_mostly_unusable_stops_the_build(smoke: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    good = {"prompt_ids": [1, 2], "completion_ids": [3, 4]}
+    rows.write_text("".join(json.dumps(v) + "\n" for v in (good, {"question": "x"})))
+    prepare(tmp_path / "run", smoke)
+    arguments = ("cache", SMOKE, f"corpus.rows={rows}")
+    output = dspark(*arguments, cwd=tmp_path / "run", expect=2)
+    assert "1 of 2 lines cannot be used ({'shape': 1})" in output
+    assert "rows.jsonl:2" in output
+    dspark(*arguments, "corpus.max_quarantined=0.5", cwd=tmp_path / "run")
+    assert len(CacheReader(tmp_path / "run" / "outputs" / "smoke" / "cache")) == 1
+
+
 def test_changed_configuration_is_shown_and_refused(smoke: Path) -> None:
     output = dspark("train", SMOKE, "optim.lr=0.5", "run.wandb=disabled", cwd=smoke, expect=2)
     assert "optim.lr: was 0.001, is 0.5" in output

@@ -68,7 +68,7 @@ def write_store(folder: Path, case: Case) -> list[dict[str, np.ndarray]]:
     layout, plan = case.layout, case.plan
     counts = (plan.num_parts, len(case.lengths))
     header = Header(tuple(range(M)), D, 9, layout.chunk_tokens, layout.part_tokens, *counts,
-                    "bf16", "", ("",), "float32")  # fmt: skip
+                    "bf16", "", ("",), ("",), "float32")  # fmt: skip
     assert create_store(folder, header, plan).cache_uuid
     generator = np.random.default_rng(sum(case.lengths))
     specs = array_specs(layout)

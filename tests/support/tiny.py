@@ -60,8 +60,18 @@ def random_rows(
         ids = generator.integers(0, 256, prompt + completion).tolist()
         answer = (*ids[prompt:-1], STOP_ID) if completion else ()
         name = classes[i % len(classes)]
-        rows.append(Row(tuple(ids[:prompt]), tuple(answer), name, f"rows.jsonl:{i + 1}"))
+        rows.append(Row.of(ids[:prompt], answer, class_name=name, source=f"rows.jsonl:{i + 1}"))
     return rows
+
+
+def context_of(row: Row) -> tuple[int, ...]:
+    """What a row of one turn is given."""
+    return row.segments[0].token_ids
+
+
+def answer_of(row: Row) -> tuple[int, ...]:
+    """The last answer of a row."""
+    return row.segments[-1].token_ids
 
 
 def tiny_cache(

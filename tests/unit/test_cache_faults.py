@@ -210,7 +210,7 @@ def test_other_configuration_on_the_same_folder_is_refused_by_name(
     with pytest.raises(CacheError, match=r"(?s)tap_layers: stored \(0, 1, 2\), asked for \(0, 1\)"):
         build(other_taps, cache)
     with pytest.raises(CacheError, match="dataset_hash"):
-        build(target, cache, rows=[*ROWS[:-1], Row((1, 2), (3, 4), "a")])
+        build(target, cache, rows=[*ROWS[:-1], Row.of([1, 2], [3, 4], class_name="a")])
     with pytest.raises(CacheError, match="num_samples: stored 8, asked for 7"):
         build(target, cache, rows=ROWS[:-1])
     with pytest.raises(CacheError, match="part_tokens: stored 32, asked for 64"):

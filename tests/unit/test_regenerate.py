@@ -11,12 +11,13 @@ import torch
 
 from data.chat import Message, encode_prompt
 from data.config import CorpusConfig, RegenerateConfig
-from data.corpus import Prompt, read_rows
+from data.corpus import Prompt
 from data.errors import DataError, FingerprintMismatchError
 from data.fingerprint import Fingerprint
 from data.regenerate import Summary, regenerate
+from data.rows import Encoder, read_rows
 from data.target import Target
-from tests.support.tiny import tiny_target
+from tests.support.tiny import answer_of, tiny_target
 
 GREEDY = RegenerateConfig(max_new_tokens=8, temperature=0.0, batch_size=3)
 DRAWN = RegenerateConfig(
@@ -118,9 +119,10 @@ def test_each_turn_sees_the_answers_that_were_drawn_before(target: Target, tmp_p
 def test_rows_are_read_by_the_cache_as_they_are(target: Target, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     run(target, output)
-    found = read_rows(output, CorpusConfig(min_supervised=1), target.tokenizer, target.stop_ids)
+    encoder = Encoder(target.tokenizer, target.stop_ids, target.text_config.vocab_size)
+    found = read_rows(CorpusConfig(min_supervised=1), output, encoder, tmp_path / "q.jsonl")
     written = rows_in(output)
-    assert [list(r.completion_ids) for r in found] == [r["completion_ids"] for r in written]
+    assert [list(answer_of(r)) for r in found] == [r["completion_ids"] for r in written]
     assert [r.class_name for r in found] == [r["class"] for r in written]
 
 

@@ -1,0 +1,1 @@
+"""Back-ends that answer prompts, and the books that are kept about the answers."""
