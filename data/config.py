@@ -99,7 +99,7 @@ class CorpusConfig:
         "None: rows.jsonl of the run folder.",
     )
     sources: list[str] = key(
-        [], "Several such sources instead of rows, each as PATH or PATH=WEIGHT (drawn in ratio)."
+        [], "Several such sources instead of rows, each as PATH or PATH@WEIGHT (drawn in ratio)."
     )
     limit: int | None = key(None, "Use only the first this many prompts or rows. None: all.")
     max_length: int = key(2048, "Longest row in tokens; longer completions are cut at their end.")

@@ -182,21 +182,21 @@ def mix(sources: list[tuple[str, float]]) -> Iterator[tuple[str, Value | DataErr
 
 
 def parse_sources(sources: list[str]) -> list[tuple[str, float]]:
-    """(path, weight) of ``PATH`` or ``PATH=WEIGHT``.
+    """(path, weight) of ``PATH`` or ``PATH@WEIGHT``.
 
     Raises:
         ConfigError: a weight that is not a positive number.
     """
     parsed = []
     for source in sources:
-        path, separator, weight = source.rpartition("=")
+        path, separator, weight = source.rpartition("@")
         try:
             value = float(weight) if separator else 1.0
         except ValueError:
             value = 0.0
         if value <= 0:
             raise ConfigError(
-                f"corpus.sources: {source}", "the weight is not a positive number", "PATH=0.5"
+                f"corpus.sources: {source}", "the weight is not a positive number", "PATH@0.5"
             )
         parsed.append((path if separator else source, value))
     return parsed

@@ -196,7 +196,6 @@ class Verb:
 _TARGET_FILES = (
     "target.path",
     "target.revision",
-    "target.mask_token_id",
     "target.trust_remote_code",
     "target.thinking",
 )
@@ -229,7 +228,16 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         "Distils a draft from the cache.",
-        (*_TARGET_FILES, "target.tap_layers", "cache.path", "draft", "objective", "optim", "run"),
+        (
+            *_TARGET_FILES,
+            "target.mask_token_id",
+            "target.tap_layers",
+            "cache.path",
+            "draft",
+            "objective",
+            "optim",
+            "run",
+        ),
         "dspark train target=qwen3_4b run.name=mine draft.num_layers=3",
     ),
     "evaluate": Verb(

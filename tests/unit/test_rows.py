@@ -298,7 +298,7 @@ def test_other_files_give_the_rows_of_json_lines(tmp_path: Path, kind: str) -> N
 def test_sources_are_mixed_in_the_ratio_of_their_weights(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [ids([1], [i, 2]) for i in range(100)])
     b = write(tmp_path / "b.jsonl", [ids([2], [i, 2]) for i in range(20)])
-    rows = rows_of(tmp_path / "none", sources=[f"{a}=3", f"{b}=1"])
+    rows = rows_of(tmp_path / "none", sources=[f"{a}@3", f"{b}@1"])
     of_b = [r for r in rows if context_of(r) == (2,)]
     assert len(of_b) == 20
     assert abs(len(rows) - 80) <= 3
@@ -309,8 +309,8 @@ def test_sources_are_mixed_in_the_ratio_of_their_weights(tmp_path: Path) -> None
 
 
 def test_weight_that_is_no_number_is_refused() -> None:
-    assert parse_sources(["a.jsonl", "b.jsonl=0.5"]) == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
-    for bad in ("a=x", "a=0", "a=-1"):
+    assert parse_sources(["a.jsonl", "b.jsonl@0.5"]) == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
+    for bad in ("a@x", "a@0", "a@-1"):
         with pytest.raises(ConfigError, match="not a positive number"):
             parse_sources([bad])
 
