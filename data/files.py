@@ -74,7 +74,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         for path in partial.iterdir():
             fsync_file(path)
         fsync_dir(partial)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nothing half written stays
         shutil.rmtree(partial, ignore_errors=True)
         raise
     # The older folder keeps its content until the new one has its name.

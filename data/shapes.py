@@ -92,8 +92,9 @@ def _message(source: str, index: int, message: object) -> Message:
 
 def _joined(parts: list[object]) -> str | None:
     """Text of OpenAI's content parts; None when one is not text."""
-    texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
-    return "".join(texts) if all(isinstance(t, str) for t in texts) else None  # type: ignore[arg-type] # just checked
+    found = [p.get("text") for p in parts if isinstance(p, dict)]
+    texts = [t for t in found if isinstance(t, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
 
 
 def _reasoning(source: str, index: int, message: Value) -> str | None:
@@ -229,5 +230,6 @@ def shape_of(source: str, value: Value) -> str:
 
 
 def _ids(value: object) -> tuple[int, ...] | None:
-    ok = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
-    return tuple(value) if ok else None  # type: ignore[arg-type] # just checked
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+        return None
+    return tuple(value)

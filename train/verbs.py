@@ -13,7 +13,7 @@ from data.cache.records import file_digest
 from data.cache.verify import describe_cache, verify_cache
 from data.chat import encode_prompt
 from data.config import CacheMode, Precision
-from data.corpus import locate, read_prompts
+from data.corpus import locate, parse_sources, read_prompts
 from data.errors import CacheError, ConfigError
 from data.explain import explain_rows
 from data.fingerprint import Fingerprint, check_mask_token, hash_weights, tokenizer_fields
@@ -100,16 +100,9 @@ def run_cache(config: PipelineConfig) -> None:
 def _build(config: PipelineConfig) -> None:
     target = Target(config.target, compute_device(config))
     fingerprint = Fingerprint.of_target(target)
-    rows_fingerprint = fingerprint_path(config.rows_path)
-    if not rows_fingerprint.exists():
-        log.warning("%s: rows without a fingerprint are not compared", config.rows_path)
-    else:
-        fingerprint.require_match(
-            Fingerprint.load(rows_fingerprint),
-            "the target",
-            str(config.rows_path),
-            config.run.allow_mismatch,
-        )
+    sources = [path for path, _ in parse_sources(config.corpus.sources)] or [str(config.rows_path)]
+    for source in sources:
+        _require_rows_of_target(fingerprint, source, config.run.allow_mismatch)
     encoder = Encoder(target.tokenizer, target.stop_ids, target.text_config.vocab_size)
     rows = read_rows(config.corpus, config.rows_path, encoder, _quarantine(config))
     mask = config.target.mask_token_id
@@ -129,6 +122,19 @@ def _build(config: PipelineConfig) -> None:
         lambda: record_run(config, "cache"),
     )
     _print_cache(config.cache_path)
+
+
+def _require_rows_of_target(fingerprint: Fingerprint, source: str, allow: list[str]) -> None:
+    """Rows that carry a fingerprint must come from the target; of others nothing is known.
+
+    Raises:
+        FingerprintMismatchError: they come from another target, tokenizer or template.
+    """
+    beside = fingerprint_path(Path(source))
+    if beside.exists():
+        fingerprint.require_match(Fingerprint.load(beside), "the target", source, allow)
+    else:
+        log.warning("%s: rows without a fingerprint are not compared", source)
 
 
 def _explain(config: PipelineConfig) -> None:

@@ -194,7 +194,7 @@ def _build_parts(
                         "time": time.time(),
                     }
                 )
-            except BaseException:
+            except BaseException:  # also Ctrl-C: nothing half written stays
                 writer.discard()
                 raise
 

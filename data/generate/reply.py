@@ -15,7 +15,11 @@ _HINTS = ("reason", "think")
 class ReplyReader:
     """Reads replies of ``/v1/completions`` for one tokenizer."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - any transformers tokenizer
+        stop_ids: Sequence[int],
+    ) -> None:
         self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
 
     def read(self, job: Job, reply: Fields) -> Outcome:

@@ -112,6 +112,9 @@ def test_another_target_is_refused_with_the_difference(smoke: Path, tmp_path: Pa
     shutil.copytree(smoke / "outputs", copy)
     template = copy / "targets" / "tiny" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "Assistant"))
+    # As one of several sources, the rows are compared all the same.
+    mixed = ("run.name=mixed", "corpus.sources=[outputs/smoke/rows.jsonl]")
+    assert "chat_template (first" in dspark("cache", SMOKE, *mixed, cwd=tmp_path, expect=2)
     for verb in ("cache", "train", "evaluate", "export"):
         output = dspark(verb, SMOKE, cwd=tmp_path, expect=2)
         assert "chat_template (first difference at character" in output

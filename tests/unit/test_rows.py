@@ -96,6 +96,13 @@ def test_turns_share_a_row_while_the_template_only_extends(tmp_path: Path) -> No
     assert "unanswered" not in text_of(row.token_ids)
 
 
+def test_system_message_in_the_middle_is_context(tmp_path: Path) -> None:
+    messages = [*talk("a", "B"), {"role": "system", "content": "be brief"}, *talk("c", "D")]
+    (row,) = rows_of(write(tmp_path / "r.jsonl", [{"messages": messages}]))
+    assert supervised_text(row) == ["B<|im_end|>", "D<|im_end|>"]
+    assert "system\nbe brief" in text_of(row.token_ids)
+
+
 def test_ids_and_mask_become_segments(tmp_path: Path) -> None:
     value = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]}
     (row,) = rows_of(write(tmp_path / "r.jsonl", [value]))
