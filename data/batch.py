@@ -104,6 +104,26 @@ def content_hash(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class TopK:
+    """The target's likeliest next tokens at every position, likeliest first.
+
+    Attributes:
+        ids: int64.
+        logprobs: fp32; the rest of the probability is dropped, nothing is renormalised.
+        logsumexp: fp32; ``logprobs + logsumexp`` are the target's logits.
+    """
+
+    ids: Int[Tensor, "*B T k"]
+    logprobs: Float[Tensor, "*B T k"]
+    logsumexp: Float[Tensor, "*B T"]
+
+    def to(self, device: torch.device) -> "TopK":
+        """The same on another device."""
+        moved = (t.to(device, non_blocking=True) for t in vars(self).values())
+        return TopK(*moved)
+
+
+@dataclass(frozen=True)
 class CachedRow:
     """One row as the cache holds it.
 
@@ -111,20 +131,22 @@ class CachedRow:
         token_ids: int64.
         loss_mask: which tokens are supervised.
         taps: outputs of the tapped target layers.
-        last: last state of the target, after its final norm.
+        last: last state of the target, after its final norm; None in a cache without it.
         row_key: keys the row's anchors, see `Row.row_key`.
+        topk: or None in a cache without it.
     """
 
     token_ids: Int[Tensor, " T"]
     loss_mask: Bool[Tensor, " T"]
     taps: Float[Tensor, "T M D"]
-    last: Float[Tensor, "T D"]
+    last: Float[Tensor, "T D"] | None
     row_key: int
+    topk: TopK | None = None
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows padded to the longest of them; ``lengths``, never a token's value, says what is padding.
+class BatchHead:
+    """What is known of a batch before its states are read; enough to draw its blocks.
 
     Attributes:
         lengths: tokens of each row.
@@ -132,39 +154,50 @@ class Batch:
         epochs: pass over the data in which each row is read; with its key it seeds the anchors.
     """
 
-    token_ids: Int[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
-    taps: Float[Tensor, "B T M D"]
-    last: Float[Tensor, "B T D"]
     lengths: tuple[int, ...]
     row_keys: tuple[int, ...]
     epochs: tuple[int, ...]
 
+
+@dataclass(frozen=True)
+class Batch(BatchHead):
+    """Rows padded to the longest of them; ``lengths``, never a token's value, says what is padding.
+
+    Attributes:
+        taps, last, topk: as in `CachedRow`.
+    """
+
+    token_ids: Int[Tensor, "B T"]
+    taps: Float[Tensor, "B T M D"]
+    last: Float[Tensor, "B T D"] | None
+    topk: TopK | None = None
+
     def to(self, device: torch.device) -> "Batch":
         """The batch on another device."""
-        return Batch(
-            self.token_ids.to(device, non_blocking=True),
-            self.loss_mask.to(device, non_blocking=True),
-            self.taps.to(device, non_blocking=True),
-            self.last.to(device, non_blocking=True),
-            self.lengths,
-            self.row_keys,
-            self.epochs,
+        return replace(
+            self,
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            taps=self.taps.to(device, non_blocking=True),
+            last=None if self.last is None else self.last.to(device, non_blocking=True),
+            topk=None if self.topk is None else self.topk.to(device),
         )
 
 
 def collate(rows: Sequence[CachedRow], epochs: Sequence[int]) -> Batch:
-    """Pads rows on the right with zeros into one batch."""
+    """Pads rows on the right with zeros into one batch (states; not for top-k caches)."""
 
-    def pad(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(r, name) for r in rows], batch_first=True)
+    def pad(tensors: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
+    last = [r.last for r in rows if r.last is not None]
     return Batch(
-        token_ids=pad("token_ids"),
-        loss_mask=pad("loss_mask"),
-        taps=pad("taps"),
-        last=pad("last"),
+        loss_mask=pad([r.loss_mask for r in rows]),
         lengths=tuple(len(r.token_ids) for r in rows),
         row_keys=tuple(r.row_key for r in rows),
         epochs=tuple(epochs),
+        token_ids=pad([r.token_ids for r in rows]),
+        taps=pad([r.taps for r in rows]),
+        last=pad(last) if last else None,
     )

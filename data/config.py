@@ -45,9 +45,16 @@ class Device(Enum):
 
 
 class Codec(Enum):
-    """How hidden states are stored."""
+    """How hidden states are stored (`data.cache.codecs` has the schemes and their sizes)."""
 
     bf16 = "bf16"
+    bf16_zstd = "bf16+zstd"
+    int8_h64 = "int8-h64-g64"
+    int8_h64_out8 = "int8-h64-g64-out8"
+    int8_out32 = "int8-g64-out32"
+    int6_h64 = "int6-h64-g64"
+    int4_h64 = "int4-h64-g64"
+    nf4_h64 = "nf4-h64-g64"
 
 
 class Truncated(Enum):
@@ -57,11 +64,28 @@ class Truncated(Enum):
     drop = "drop"
 
 
+class Decode(Enum):
+    """Where stored states are decoded."""
+
+    loader = "loader"
+    device = "device"
+
+
+class Check(Enum):
+    """When the checksum of a chunk is verified."""
+
+    first = "first"
+    always = "always"
+    never = "never"
+
+
 class CacheMode(Enum):
     """What ``dspark cache`` does."""
 
     build = "build"
+    estimate = "estimate"
     verify = "verify"
+    repair = "repair"
     info = "info"
     explain = "explain"
 
@@ -79,6 +103,9 @@ class TargetConfig:
     )
     mask_token_id: int = key(
         -1, "Id that fills the unknown slots of a block: inside the embedding, unused by data."
+    )
+    device_map: str | None = key(
+        None, "Spread a target over the devices of this machine: auto, balanced, sequential."
     )
     thinking: bool | None = key(
         None, "Thinking mode of the chat template (enable_thinking). None: the template's default."
@@ -153,13 +180,76 @@ class RegenerateConfig:
 class CacheConfig:
     """The store of target states."""
 
-    path: str | None = key(None, "Folder of the cache. None: cache/ of the run folder.")
-    codec: Codec = key(Codec.bf16, "How tapped states and last state are stored; bf16 is exact.")
+    path: str | None = key(
+        None,
+        "Folder of the cache, or s3://, gs://, az:// (http:// to read). None: cache/ of the run "
+        "folder. Credentials come from the environment only.",
+    )
+    # Strings, because OmegaConf knows an enum by the names of its members, not by their values.
+    taps: str = key(
+        "bf16",
+        "How tapped states are stored: bf16 (exact), bf16+zstd (exact), int8-h64-g64, "
+        "int6-h64-g64, nf4-h64-g64, int4-h64-g64. 'mode=estimate' shows what each costs.",
+    )
+    last: str | None = key(
+        "bf16",
+        "How the last state is stored, from which the target's law is computed again: as 'taps', "
+        "or with exact outlier channels (int8-g64-out32, int8-h64-g64-out8). null: not at all "
+        "(then topk is needed).",
+    )
+    topk: int = key(0, "Log-probabilities that are kept of every law, likeliest first; 0: none.")
+    share_prefix: bool = key(
+        False, "Compute and store once what rows have in common at their beginning."
+    )
+    share_prefix_min: int = key(32, "Shortest prefix that is shared, in tokens.")
+    add_rows: bool = key(False, "Add the rows that the cache lacks; what it holds stays.")
     part_bytes: int = key(1 << 30, "Largest size of one shard of tapped states, in bytes.")
     chunk_bytes: int = key(2 << 20, "Largest size of one checksummed chunk, in bytes.")
     batch_tokens: int = key(4096, "Tokens (padding included) of one pass of the target.")
+    queue_bytes: int = key(
+        256 << 20, "States that may wait to be encoded, and to be written, in bytes each."
+    )
+    claim_timeout_s: float = key(
+        120.0, "A builder that shows no life for so long loses its part to another, in seconds."
+    )
+    fidelity_tokens: int = key(2000, "Tokens on which a lossy choice is measured before the build.")
+    max_tap_error: float = key(
+        0.12, "Largest mean relative L2 error of any tapped layer that the build accepts."
+    )
+    max_last_tv: float = key(
+        0.01, "Largest mean total variation, in [0, 1], that a lossy last state may cause."
+    )
     explain_rows: int = key(3, "Rows that mode=explain shows.")
+    explain_cached: bool = key(False, "mode=explain shows rows of the cache, not of the corpus.")
+    verify_processes: int = key(2, "Processes of mode=verify.")
     self_check_tokens: int = key(256, "Tokens on which stored state and target are compared.")
     self_check_tv: float = key(
         0.01, "Largest mean total variation, in [0, 1], that the self-check lets pass."
     )
+    decode: Decode = key(
+        Decode.loader,
+        "Where stored states become bf16 again for training: loader (the reading threads) or "
+        "device (fewer bytes travel to it).",
+    )
+    check: Check = key(
+        Check.first, "When the reader verifies a chunk's checksum: first touch, always, never."
+    )
+    max_length: int | None = key(
+        None, "Rows are cut at their end to so many tokens when they are read. None: never."
+    )
+    prefetch_bytes: int = key(2 << 30, "Memory for batches that are read ahead, in bytes.")
+    prefetch_threads: int = key(2, "Threads that read ahead.")
+    local_copy: str | None = key(
+        None, "Folder for what was fetched from an object store. None: a temporary one."
+    )
+    local_copy_bytes: int = key(64 << 30, "Largest size of that folder, in bytes.")
+
+    @property
+    def taps_codec(self) -> Codec:
+        """Codec of the tapped states."""
+        return Codec(self.taps)
+
+    @property
+    def last_codec(self) -> Codec | None:
+        """Codec of the last state, if it is stored."""
+        return None if self.last is None else Codec(self.last)

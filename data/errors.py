@@ -48,13 +48,12 @@ class ShardError(CacheError):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         problem: str,
-        fix: str = "delete the commit record of that part (commits/part-N.json) and run 'dspark "
-        "cache' again: it rebuilds the part and keeps the rest",
+        fix: str = "run 'dspark cache mode=repair': it rebuilds what is bad and keeps the rest",
     ) -> None:
         super().__init__(f"{path}: {problem}\n  fix: {fix}")
-        self.path = path
+        self.path, self.problem = path, problem
 
 
 class FingerprintMismatchError(UserError):

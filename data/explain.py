@@ -1,6 +1,7 @@
 """Shows a row token by token, so that a person sees at a glance what will be trained."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -8,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from data.batch import Row
+from data.batch import ASSISTANT, CONTEXT, CachedRow, Row, Segment
 from data.chat import Tokenizer
 
 _SUPERVISED, _CONTEXT = "bold green", "dim"
@@ -26,6 +27,16 @@ def explain_rows(
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         console.save_html(str(html))
+
+
+def cached_row(row: CachedRow, index: int) -> Row:
+    """The tokens and the mask that a cache holds, as a row that can be shown."""
+    segments = []
+    ids, mask = row.token_ids.tolist(), row.loss_mask.tolist()
+    for supervised, run in groupby(zip(mask, ids, strict=True), lambda item: item[0]):
+        tokens = tuple(token for _, token in run)
+        segments.append(Segment(tokens, supervised, ASSISTANT if supervised else CONTEXT))
+    return Row(tuple(segments), source=f"row {index} of the cache")
 
 
 def row_text(row: Row, tokenizer: Tokenizer) -> Text:

@@ -2,12 +2,19 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from data.errors import UserError
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, as hex digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def fsync_dir(folder: Path) -> None:
@@ -31,7 +38,8 @@ def fsync_file(path: Path) -> None:
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Writes a whole file: temporary name, fsync, rename, fsync of the folder."""
     content = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # No process id: two hosts that share a folder may have equal ones.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.write_bytes(content)
         fsync_file(partial)
@@ -93,7 +101,8 @@ def create_exclusive(path: Path, content: str) -> None:
     Raises:
         FileExistsError: somebody else has created it.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # No process id: two hosts that share a folder may have equal ones.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.write_text(content, encoding="utf-8")
         fsync_file(partial)

@@ -59,18 +59,35 @@ class Fingerprint:
             FingerprintMismatchError: there is no fingerprint, or it is not one.
         """
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_bytes()
+        except OSError as error:
+            content = str(error).encode()
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> "Fingerprint":
+        """Reads the JSON form.
+
+        Raises:
+            FingerprintMismatchError: it is not a fingerprint.
+        """
+        try:
+            fields = json.loads(content)
             return cls({str(k): str(v) for k, v in fields.items()})
-        except (OSError, ValueError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             raise FingerprintMismatchError(
-                f"{path}: no readable fingerprint ({error})\n"
+                f"{where}: no readable fingerprint ({error})\n"
                 "  fix: run the stage that writes it again; without it a mismatch with serving "
                 "would go unnoticed"
             ) from error
 
+    def to_bytes(self) -> bytes:
+        """The fields as JSON."""
+        return (json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n").encode()
+
     def save(self, path: Path) -> None:
         """Writes the fields as JSON."""
-        write_atomic(path, json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(path, self.to_bytes())
 
     def extended(self, **fields: str) -> "Fingerprint":
         """The fingerprint with more fields."""

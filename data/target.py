@@ -1,5 +1,6 @@
 """The frozen target. Nothing else in the project knows how a transformers model is taken apart."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from data.errors import ConfigError, TargetError
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 NUM_DEFAULT_TAPS = 5
+KVCache = DynamicCache  # keys and values of earlier tokens; the only cache that is used
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,13 @@ class Target:
             attn_implementation=config.attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
+            device_map=config.device_map,
         )
-        self.model: Any = nn.Module.to(model, device).eval().requires_grad_(False)
+        if config.device_map is None:
+            model = nn.Module.to(model, device)
+        else:  # what comes out of the last layer, and the head, lie where the head lies
+            self.device = model.get_output_embeddings().weight.device
+        self.model: Any = model.eval().requires_grad_(False)
         self.text_config = text_config(self.model.config)
         self.decoder: nn.Module = self.model.get_decoder()
         taps = config.tap_layers if tap_layers is None else tap_layers
@@ -223,20 +230,36 @@ class Target:
         output = self.decoder(
             input_ids=token_ids.to(self.device), cache=cache, use_cache=cache is not None
         )
-        taps = torch.stack([self._tapped[i] for i in self.tap_layers], dim=2)
+        # With a device map the layers lie on several devices.
+        taps = torch.stack([self._tapped[i].to(self.device) for i in self.tap_layers], dim=2)
         self._tapped.clear()
-        return TargetOutput(output.last_hidden_state, taps)
+        return TargetOutput(output.last_hidden_state.to(self.device), taps)
 
     @torch.inference_mode()
     def logits(self, last: Float[Tensor, "*s D"]) -> Float[Tensor, "*s V"]:
         """Logits of final-normed states, in fp32."""
         return self.transform(self.model.get_output_embeddings()(last).float())
 
+    @torch.inference_mode()
+    def logits_fp32(self, last: Float[Tensor, "*s D"]) -> Float[Tensor, "*s V"]:
+        """Logits of final-normed states, computed in fp32 whatever the type of the head."""
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias.float()
+        return self.transform(nn.functional.linear(last.float(), head.weight.float(), bias))
+
     def new_cache(self) -> DynamicCache:
         """An empty key/value cache. It keeps all tokens, also for layers with a sliding window:
         a layer that has dropped tokens could not take back rejected ones.
         """
         return DynamicCache()
+
+    @staticmethod
+    def branch(cache: DynamicCache, copies: int) -> DynamicCache:
+        """A copy that goes on from the same tokens, ``copies`` times as a batch."""
+        branched = copy.deepcopy(cache)
+        if copies > 1:
+            branched.batch_repeat_interleave(copies)
+        return branched
 
     @staticmethod
     def drop_last(cache: DynamicCache, count: int) -> None:

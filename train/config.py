@@ -151,8 +151,9 @@ class PipelineConfig:
     run: RunConfig = field(default_factory=RunConfig)
     mode: CacheMode = key(
         CacheMode.build,
-        "What 'dspark cache' does. build: run the target over the rows. explain: show rows token "
-        "by token. verify: read everything and check. info: summary.",
+        "What 'dspark cache' does. build: run the target over the rows (several processes may). "
+        "estimate: bytes, hours and the price of each codec. verify: read everything and check. "
+        "repair: build again what is bad. info: summary. explain: show rows token by token.",
     )
     html: str | None = key(None, "File for mode=explain: the same as a page.")
 
@@ -167,9 +168,9 @@ class PipelineConfig:
         return Path(self.corpus.rows) if self.corpus.rows else self.run_dir / "rows.jsonl"
 
     @property
-    def cache_path(self) -> Path:
-        """The cache that `cache` writes and `train` reads."""
-        return Path(self.cache.path) if self.cache.path else self.run_dir / "cache"
+    def cache_location(self) -> str:
+        """Folder or address of the cache that `cache` writes and `train` reads."""
+        return self.cache.path or str(self.run_dir / "cache")
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,9 @@ _ROWS = tuple(
         "keep_truncated",
     )
 )
+_READ_CACHE = ("path", "check", "local_copy", "local_copy_bytes")
+_TRAIN_ONLY = ("check", "decode", "max_length", "prefetch_bytes", "prefetch_threads")
+_BUILD_CACHE = tuple(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in _TRAIN_ONLY)
 _CHECK = tuple(f"evaluate.{k}" for k in ("prompts", "precision", "max_new_tokens"))
 
 VERBS: dict[str, Verb] = {
@@ -223,7 +227,7 @@ VERBS: dict[str, Verb] = {
     ),
     "cache": Verb(
         "Runs the target over the rows and stores its hidden states (Zarr, resumable).",
-        ("target", *_ROWS, "cache", "run", "mode", "html"),
+        ("target", *_ROWS, *_BUILD_CACHE, "run", "mode", "html"),
         "dspark cache target=qwen3_4b run.name=mine   (mode=verify reads it all and checks)",
     ),
     "train": Verb(
@@ -232,7 +236,7 @@ VERBS: dict[str, Verb] = {
             *_TARGET_FILES,
             "target.mask_token_id",
             "target.tap_layers",
-            "cache.path",
+            *(f"cache.{k}" for k in dict.fromkeys((*_READ_CACHE, *_TRAIN_ONLY))),
             "draft",
             "objective",
             "optim",

@@ -19,7 +19,10 @@ def compute_device(config: PipelineConfig) -> torch.device:
     cuda = torch.cuda.is_available()
     if config.run.device is Device.cuda and not cuda:
         raise ConfigError("run.device=cuda", "there is no CUDA device", "run.device=cpu")
-    return torch.device("cpu" if config.run.device is Device.cpu or not cuda else "cuda")
+    if config.run.device is Device.cpu or not cuda:
+        return torch.device("cpu")
+    # Each of several builders or ranks of one machine takes a device of its own.
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def make_accelerator(config: PipelineConfig) -> Accelerator:

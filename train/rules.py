@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
-from data.config import FINGERPRINT_FIELDS, CacheMode
+from data.config import FINGERPRINT_FIELDS, CacheMode, Codec
 from data.errors import ConfigError
 from train.config import VERBS, PipelineConfig
 
@@ -53,6 +53,12 @@ def validate(config: PipelineConfig, verb: str) -> None:
 def _check_missing(config: PipelineConfig, verb: str) -> None:
     if verb == "cache" and config.mode in (CacheMode.verify, CacheMode.info):
         return
+    if verb == "cache" and config.cache.path and config.cache.path.startswith("http"):
+        writing = (CacheMode.build, CacheMode.repair)
+        if config.mode in writing:
+            raise ConfigError(
+                "cache.path", "http addresses can be read only", "give a folder or a bucket"
+            )
     required = {
         "regenerate": ("target.path", "corpus.prompts"),
         "cache": ("target.path", "target.mask_token_id"),
@@ -101,6 +107,13 @@ def _is_plain_url(url: str) -> bool:
     parts = urlsplit(url)
     plain = not (parts.query or parts.fragment or "@" in parts.netloc)
     return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
+
+
+def _codec(path: str) -> _Check:
+    known = [codec.value for codec in Codec]
+    return _Check(
+        path, lambda v, _: v is None or v in known, "no such codec", f"one of {', '.join(known)}"
+    )
 
 
 def _share(path: str) -> _Check:
@@ -171,10 +184,30 @@ _CHECKS = (
     _Check("regenerate.timeout_s", lambda v, _: v > 0, "must be positive", "600 is usual"),
     _at_least("regenerate.max_retries", 0),
     _at_least("regenerate.max_failures", 1),
+    _codec("cache.taps"),
+    _codec("cache.last"),
+    _at_least("cache.topk", 0),
+    _Check(
+        "cache.last",
+        lambda v, c: v is not None or c.cache.topk > 0,
+        "nothing would be left of the target's law",
+        "give cache.topk=128, or keep the last state",
+    ),
+    _at_least("cache.share_prefix_min", 1),
     _at_least("cache.part_bytes", 1 << 16),
     _at_least("cache.chunk_bytes", 1 << 10),
     _at_least("cache.batch_tokens", 1),
+    _at_least("cache.queue_bytes", 1),
+    _at_least("cache.claim_timeout_s", 1),
+    _at_least("cache.fidelity_tokens", 1),
+    _at_least("cache.max_tap_error", 0),
+    _at_least("cache.max_last_tv", 0),
+    _at_least("cache.verify_processes", 1),
     _at_least("cache.self_check_tokens", 1),
+    _at_least("cache.max_length", 2),
+    _at_least("cache.prefetch_bytes", 1),
+    _at_least("cache.prefetch_threads", 1),
+    _at_least("cache.local_copy_bytes", 1 << 20),
     _at_least("draft.num_layers", 1),
     _at_least("draft.block_size", 2),
     _at_least("draft.head_rank", 0),

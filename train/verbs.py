@@ -1,22 +1,30 @@
 """The verbs: each loads what it reads, builds objects and calls the stage."""
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from data.cache.build import build_cache
+from data.batch import Row
+from data.cache.build import build_cache, storage_errors
+from data.cache.estimate import estimate_cache, estimate_table
 from data.cache.read import CacheReader
-from data.cache.records import file_digest
+from data.cache.remote import open_store
+from data.cache.repair import mend_cache
+from data.cache.store import Store
 from data.cache.verify import describe_cache, verify_cache
 from data.chat import encode_prompt
 from data.config import CacheMode, Precision
 from data.corpus import locate, parse_sources, read_prompts
 from data.errors import CacheError, ConfigError
-from data.explain import explain_rows
+from data.explain import cached_row, explain_rows
+from data.files import file_digest
 from data.fingerprint import Fingerprint, check_mask_token, hash_weights, tokenizer_fields
+from data.pool import BufferPool
+from data.progress import is_main_rank
 from data.regenerate import fingerprint_path, regenerate
 from data.rows import Encoder, read_rows, usable_prompts
 from data.target import (
@@ -46,7 +54,7 @@ from train.models.draft import Draft, DraftShape
 
 log = logging.getLogger(__name__)
 # Tables need room; a pipe has no width of its own.
-console = Console(width=max(Console().width, 110), soft_wrap=True)
+console = Console(width=max(Console().width, 110), soft_wrap=True, quiet=not is_main_rank())
 
 
 def run_regenerate(config: PipelineConfig) -> None:
@@ -80,24 +88,38 @@ def run_regenerate(config: PipelineConfig) -> None:
 
 
 def run_cache(config: PipelineConfig) -> None:
-    """Rows to the cache of target states; or a check or a summary of it."""
-    if config.mode is CacheMode.verify:
-        report = verify_cache(config.cache_path)
-        if report.problems:
-            raise CacheError(
-                f"{len(report.problems)} of {report.objects} objects are bad:\n"
-                + "\n".join(report.problems)
-            )
-        console.print(f"{config.cache_path}: all {report.objects} objects are sound")
-    elif config.mode is CacheMode.info:
-        _print_cache(config.cache_path)
-    elif config.mode is CacheMode.explain:
-        _explain(config)
-    else:
-        _build(config)
+    """Rows to the cache of target states; or an estimate, a check, a repair, a summary of it."""
+    store = _cache_store(config)
+    with storage_errors(store):
+        if config.mode is CacheMode.verify:
+            _verify(config, store)
+        elif config.mode is CacheMode.info:
+            _print_cache(store)
+        elif config.mode is CacheMode.explain:
+            _explain(config, store)
+        else:
+            _build(config, store)
 
 
-def _build(config: PipelineConfig) -> None:
+def _cache_store(config: PipelineConfig) -> Store:
+    copy = config.cache.local_copy
+    return open_store(
+        config.cache_location, Path(copy) if copy else None, config.cache.local_copy_bytes
+    )
+
+
+def _verify(config: PipelineConfig, store: Store) -> None:
+    report = verify_cache(store, config.cache.verify_processes)
+    if report.problems:
+        raise CacheError(
+            f"{store.url}: {len(report.problems)} problems:\n"
+            + "\n".join(map(str, report.problems))
+            + "\n  fix: run 'dspark cache mode=repair' with the build's settings"
+        )
+    console.print(f"{store.url}: all {report.objects} objects are sound")
+
+
+def _build(config: PipelineConfig, store: Store) -> None:
     target = Target(config.target, compute_device(config))
     fingerprint = Fingerprint.of_target(target)
     sources = [path for path, _ in parse_sources(config.corpus.sources)] or [str(config.rows_path)]
@@ -112,16 +134,45 @@ def _build(config: PipelineConfig) -> None:
         raise ConfigError(
             f"target.mask_token_id={mask}", f"the data uses it ({used.source})", "take another id"
         )
+    if config.mode is CacheMode.estimate:
+        _estimate(config, target, rows, store)
+        return
+    if config.mode is CacheMode.repair:
+        taps = json.dumps(list(target.tap_layers))
+        mended = mend_cache(store, rows, config.cache, fingerprint.extended(tap_layers=taps))
+        console.print(
+            f"repair: {len(mended.parts)} parts are built again, "
+            f"{len(mended.files)} control files written again"
+        )
     build_cache(
         target,
         rows,
         config.cache,
-        config.cache_path,
+        store,
         fingerprint,
         config.run.allow_mismatch,
-        lambda: record_run(config, "cache"),
+        lambda: record_run(config, "cache") if is_main_rank() else None,
     )
-    _print_cache(config.cache_path)
+    _print_cache(store)
+
+
+def _estimate(config: PipelineConfig, target: Target, rows: Sequence[Row], store: Store) -> None:
+    found = estimate_cache(target, rows, config.cache, store)
+    console.print(estimate_table(found))
+    free = "unknown" if found.free_bytes is None else f"{found.free_bytes / 1e9:,.1f} GB"
+    console.print(
+        f"{found.rows:,} rows, {found.tokens:,} tokens; {found.hours:,.2f} h at "
+        f"{found.tokens_per_s:,.0f} tokens/s of one process like this one; free: {free}"
+    )
+    console.print(
+        "tap err: mean relative error of a token's tapped states, and without their 4 largest "
+        "channels; law TV, top-1: the target's law from the stored against the exact last state"
+    )
+    saved = 1 - found.stored_tokens / found.tokens
+    console.print(
+        f"cache.share_prefix=true would leave {found.stored_tokens:,} tokens to store and about "
+        f"as many to compute ({saved:.1%} less)"
+    )
 
 
 def _require_rows_of_target(fingerprint: Fingerprint, source: str, allow: list[str]) -> None:
@@ -137,21 +188,24 @@ def _require_rows_of_target(fingerprint: Fingerprint, source: str, allow: list[s
         log.warning("%s: rows without a fingerprint are not compared", source)
 
 
-def _explain(config: PipelineConfig) -> None:
-    """Encodes rows and shows them; neither weights nor a cache are needed."""
+def _explain(config: PipelineConfig, store: Store) -> None:
+    """Encodes rows and shows them, or shows what a cache holds; no weights are needed."""
     folder = resolve_folder(config.target)
     trust = config.target.trust_remote_code
     tokenizer = load_tokenizer(folder, trust, config.target.thinking)
     stops = load_stop_ids(folder, tokenizer)
     vocab_size = text_config(load_model_config(folder, trust)).vocab_size
-    encoder = Encoder(tokenizer, stops, vocab_size)
-    rows = read_rows(config.corpus, config.rows_path, encoder, _quarantine(config))
-    shown = rows[: config.cache.explain_rows]
+    if config.cache.explain_cached:
+        reader = CacheReader(store)
+        total = len(reader)
+        shown = [cached_row(reader[i], i) for i in range(min(config.cache.explain_rows, total))]
+    else:
+        encoder = Encoder(tokenizer, stops, vocab_size)
+        rows = read_rows(config.corpus, config.rows_path, encoder, _quarantine(config))
+        shown, total = rows[: config.cache.explain_rows], len(rows)
     html = Path(config.html) if config.html else None
     explain_rows(shown, tokenizer, stops, html)
-    console.print(
-        f"{len(shown)} of {len(rows)} rows shown" + (f"; written to {html}" if html else "")
-    )
+    console.print(f"{len(shown)} of {total} rows shown" + (f"; written to {html}" if html else ""))
 
 
 def _quarantine(config: PipelineConfig) -> Path:
@@ -161,7 +215,9 @@ def _quarantine(config: PipelineConfig) -> Path:
 def run_train(config: PipelineConfig) -> None:
     """The cache to a trained draft."""
     accelerator = make_accelerator(config)
-    reader = CacheReader(config.cache_path)
+    # Memory of the batches is used again: a step's pages need not be cleared for the next one.
+    pool = BufferPool(config.cache.prefetch_bytes)
+    reader = CacheReader(_cache_store(config), config.cache.check, pool, config.cache.max_length)
     folder = resolve_folder(config.target)
     _require_cache_of_target(config, reader, folder)
     frozen = _frozen(folder, config, accelerator.device, config.run.precision)
@@ -177,7 +233,7 @@ def run_train(config: PipelineConfig) -> None:
     if config.draft.init_norm_from_target:
         draft.init_norm_from_target()
     fingerprint = _draft_fingerprint(reader.fingerprint, shape)
-    fingerprint = fingerprint.extended(rows=reader.header.dataset_hash)
+    fingerprint = fingerprint.extended(rows=reader.manifest.dataset_hash)
     summary = fit(
         draft, reader, config, fingerprint, accelerator, lambda: record_run(config, "train")
     )
@@ -282,7 +338,7 @@ def _require_cache_of_target(config: PipelineConfig, reader: CacheReader, folder
     """
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code, config.target.thinking)
     own = Fingerprint({**tokenizer_fields(tokenizer), "target_weights": hash_weights(folder)})
-    cache = str(config.cache_path)
+    cache = reader.store.url
     own.require_match(reader.fingerprint, "the target", cache, config.run.allow_mismatch)
     taps = config.target.tap_layers
     if taps and tuple(taps) != reader.header.tap_layers:
@@ -293,9 +349,9 @@ def _require_cache_of_target(config: PipelineConfig, reader: CacheReader, folder
         )
 
 
-def _print_cache(folder: Path) -> None:
-    console.print(str(folder))
-    for name, text in describe_cache(folder).items():
+def _print_cache(store: Store) -> None:
+    console.print(store.url)
+    for name, text in describe_cache(store).items():
         console.print(f"  {name}: {text}")
 
 

@@ -1,45 +1,39 @@
 """Builds a cache: plan, self-check, one pass of the target over the rows, part by part.
 
-A process that is killed loses at most the part in hand. Started again, it keeps committed parts
-and redoes the rest; the plan makes the result the same bit for bit.
+Any number of processes build one cache, and come and go. A process that is killed loses at most
+the parts in hand; started again, or by another one, they are redone, and the plan makes the
+result the same bit for bit.
 """
 
 import contextlib
-import json
 import logging
-import os
-import shutil
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from data.batch import Row, content_hash
-from data.cache.codecs import encode_bf16
+from data.batch import Row
+from data.cache.claims import Claims, part_work
+from data.cache.encode import StateEncoder
 from data.cache.finish import finalize
-from data.cache.format import (
-    Header,
-    Layout,
-    Plan,
-    array_specs,
-    create_store,
-    plan_parts,
-)
-from data.cache.records import Manifest, commit_path
+from data.cache.format import Header, array_specs
+from data.cache.job import PartJob, Task, call
+from data.cache.passes import PartPasses
+from data.cache.plan import Plan, Plans
+from data.cache.records import MANIFEST_KEY, Manifest, commit_key, committed_parts
 from data.cache.selfcheck import SelfCheck, self_check
-from data.cache.write import PartWriter
+from data.cache.start import RowIndex, open_header, open_plans, require_space
+from data.cache.store import LocalStore, Store
 from data.config import CacheConfig
 from data.errors import CacheError
-from data.files import sole_writer
 from data.fingerprint import Fingerprint
+from data.pipeline import Stage
 from data.progress import Meter
 from data.target import Target
 
 log = logging.getLogger(__name__)
+_START, _FINISH = "start", "finish"
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,204 +51,204 @@ def build_cache(
     target: Target,
     rows: Sequence[Row],
     config: CacheConfig,
-    folder: Path,
+    store: Store | Path,
     fingerprint: Fingerprint,
     allow_mismatch: Sequence[str] = (),
     accepted: Callable[[], None] = lambda: None,
 ) -> BuildSummary:
-    """Builds or resumes the cache of ``rows`` in ``folder``.
+    """Builds, resumes or joins the build of the cache of ``rows``.
 
-    ``accepted`` is called once the folder and the inputs are found to fit.
+    ``accepted`` is called once the store and the inputs are found to fit. Returns when the cache
+    is complete, also when other processes build the last parts.
 
     Raises:
-        CacheError: the folder holds another cache, the disk is too small or full, or the target's
-            own logits cannot be recomputed from what would be stored.
-        FingerprintMismatchError: the folder's parts were built from another target or template.
+        CacheError: the store holds another cache, is too small or full, a codec costs too much on
+            this target, or the target's own logits cannot be recomputed from what would be stored.
+        FingerprintMismatchError: the parts were built from another target or template.
     """
-    with sole_writer(folder):
-        return _build(target, rows, config, folder, fingerprint, allow_mismatch, accepted)
-
-
-def _build(
-    target: Target,
-    rows: Sequence[Row],
-    config: CacheConfig,
-    folder: Path,
-    fingerprint: Fingerprint,
-    allow_mismatch: Sequence[str],
-    accepted: Callable[[], None],
-) -> BuildSummary:
-    header, plan = plan_cache(target, rows, config)
-    fingerprint = fingerprint.extended(tap_layers=json.dumps(list(target.tap_layers)))
-    if (folder / "cache.json").exists():
-        header.require_same(Header.load(folder / "cache.json"), folder)
-        fingerprint.require_match(
-            Fingerprint.load(folder / "fingerprint.json"), "this run", str(folder), allow_mismatch
-        )
-    else:
-        with _full_disk_named(folder):
-            fingerprint.save(folder / "fingerprint.json")
-            create_store(folder, header, plan)
-    header = Header.load(folder / "cache.json")
-    if not plan.equals(Plan.load(folder / "plan.npy")):
-        raise CacheError(f"{folder / 'plan.npy'}: damaged\n  fix: delete {folder} and build anew")
-    accepted()
-    _remove_leftovers(folder)
-    todo = [p for p in range(plan.num_parts) if not commit_path(folder, p).exists()]
-    check = None
-    if todo:
-        # A part that is built again may have other rows skipped: the cache is unfinished till then.
-        (folder / "manifest.json").unlink(missing_ok=True)
-        _require_space(folder, header, len(todo))
-        check = self_check(target, rows, config)
-        with _full_disk_named(folder):
-            _build_parts(target, rows, plan, header, config, folder, todo)
-    with _full_disk_named(folder):
-        manifest = finalize(folder, header, plan, rows)
-    return BuildSummary(manifest, len(todo), check)
+    if isinstance(store, Path):
+        store.mkdir(parents=True, exist_ok=True)
+        store = LocalStore(store)
+    index = RowIndex(rows)
+    with storage_errors(store), Claims(store, config.claim_timeout_s) as claims:
+        with _alone(claims, _START):
+            header = open_header(store, target, index, config, fingerprint, allow_mismatch)
+            plans = open_plans(store, header, index, config)
+        accepted()
+        build = _Build(target, index, config, store, claims, header, plans)
+        todo = build.missing()
+        check = None
+        if todo:
+            _reopen(store, plans, todo)
+            require_space(store, header, build.tokens(todo))
+            check = self_check(target, rows, config)
+            build.run()
+        with _alone(claims, _FINISH):
+            manifest = finalize(store, header, plans)
+    return BuildSummary(manifest, build.parts_built, check)
 
 
 @contextlib.contextmanager
-def _full_disk_named(folder: Path) -> Iterator[None]:
-    """Says what to do when the disk refuses a write, and removes what was half written."""
+def storage_errors(store: Store) -> Iterator[None]:
+    """Says what to do when the storage refuses a read or a write."""
     try:
         yield
     except OSError as error:
-        _remove_leftovers(folder)
-        free = shutil.disk_usage(folder).free
+        free = store.free_bytes()
+        room = "" if free is None else f"; {free / 1e9:.2f} GB free"
         raise CacheError(
-            f"{folder}: could not be written ({error}); {free / 1e9:.2f} GB free\n"
+            f"{store.url}: could not be written ({error}){room}\n"
             "  fix: make room and run the same command again; finished parts stay"
         ) from error
 
 
-def plan_cache(target: Target, rows: Sequence[Row], config: CacheConfig) -> tuple[Header, Plan]:
-    """Header and plan; both depend on rows and configuration alone."""
-    lengths, row_ids, class_names, languages = [], [], set(), set()
-    for row in rows:  # once: they may lie on disk
-        lengths.append(len(row))
-        row_ids.append(row.row_id)
-        class_names.add(row.class_name)
-        languages.add(row.language)
-    layout = Layout.choose(
-        len(target.tap_layers),
-        target.text_config.hidden_size,
-        max(lengths),
-        config.part_bytes,
-        config.chunk_bytes,
-    )
-    plan = plan_parts(lengths, layout.part_tokens)
-    header = Header(
-        tap_layers=target.tap_layers,
-        hidden_size=layout.hidden_size,
-        vocab_size=target.text_config.vocab_size,
-        chunk_tokens=layout.chunk_tokens,
-        part_tokens=layout.part_tokens,
-        num_parts=plan.num_parts,
-        num_samples=len(rows),
-        codec=config.codec.value,
-        dataset_hash=content_hash(row_ids),
-        class_names=tuple(sorted(class_names)),
-        languages=tuple(sorted(languages)),
-        target_precision=str(target.model.dtype).removeprefix("torch."),
-    )
-    return header, plan
+@contextlib.contextmanager
+def _alone(claims: Claims, work: str) -> Iterator[None]:
+    """Waits until no other builder does this work, and keeps others from it."""
+    told = False
+    while not claims.take(work):
+        if not told:
+            log.info("cache: waiting for %s", claims.holder(work))
+            told = True
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        claims.release(work)
 
 
-def _build_parts(
-    target: Target,
-    rows: Sequence[Row],
-    plan: Plan,
-    header: Header,
-    config: CacheConfig,
-    folder: Path,
-    todo: Sequence[int],
-) -> None:
-    total = int(plan.lengths.sum())
-    left = sum(int(plan.lengths[plan.samples_of(p)].sum()) for p in todo)
-    written = 0
-    with Meter("cache", total, "tokens", done=total - left) as meter:
-        for part in todo:
-            samples = plan.samples_of(part)
-            writer = PartWriter(folder, part, array_specs(header.layout), header.layout)
-            try:
-                skipped = []
-                for batch in length_batches(samples, plan.lengths, config.batch_tokens):
-                    skipped += _write_batch(target, {i: rows[i] for i in batch}, writer)
-                    note = f"{written / meter.elapsed_s / 1e6:.1f} MB/s"
-                    meter.add(int(plan.lengths[batch].sum()), note)
-                written += writer.commit(
-                    {
-                        "cache_uuid": header.cache_uuid,
-                        "writer": {"host": socket.gethostname(), "pid": os.getpid()},
-                        "samples": [
-                            [i, int(plan.starts[i]), int(plan.lengths[i])] for i in samples
-                        ],
-                        "skipped": skipped,
-                        "time": time.time(),
-                    }
+def _reopen(store: Store, plans: Plans, todo: Sequence[int]) -> None:
+    """A cache that lost parts is unfinished; one that only grows stays readable meanwhile."""
+    if not store.exists(MANIFEST_KEY):
+        return
+    try:
+        finished = Manifest.load(store).num_parts
+    except CacheError:
+        finished = plans.num_parts
+    if min(todo) < finished:
+        store.delete(MANIFEST_KEY)
+
+
+class _Build:
+    """The work of one process."""
+
+    def __init__(
+        self,
+        target: Target,
+        index: RowIndex,
+        config: CacheConfig,
+        store: Store,
+        claims: Claims,
+        header: Header,
+        plans: Plans,
+    ) -> None:
+        self._target, self._index, self._config = target, index, config
+        self._store, self._claims, self._plans = store, claims, plans
+        self._header = header
+        self._encoder = StateEncoder(target, header)
+        self._passes = {
+            plan.first_part: PartPasses(target, plan, self._row_of(plan), config.batch_tokens)
+            for plan in plans
+        }
+        self._jobs: dict[int, PartJob] = {}
+        self._started = time.monotonic()
+        self._written = self._rows = 0
+        self.parts_built = 0
+
+    def missing(self) -> list[int]:
+        """Parts that are not committed."""
+        done = committed_parts(self._store)
+        return [p for p in range(self._plans.num_parts) if p not in done]
+
+    def tokens(self, parts: Sequence[int]) -> int:
+        """Tokens of some parts."""
+        return sum(self._part_tokens(p) for p in parts)
+
+    def run(self) -> None:
+        """Builds parts until every one is committed, by whomever."""
+        try:
+            self._run()
+        except BaseException:  # also Ctrl-C: nothing half written stays
+            for job in self._jobs.values():
+                job.discard()
+            raise
+
+    def _run(self) -> None:
+        todo = self.missing()
+        total, left = self._plans.stored_tokens, self.tokens(todo)
+        bound = self._config.queue_bytes
+        told, wait = False, _POLL_S
+        with (
+            Meter("cache", total, "tokens", done=total - left) as meter,
+            Stage("write", call, bound) as write,
+            Stage("encode", call, bound) as encode,
+        ):
+            while todo:
+                for part in todo:
+                    if self._take(part):
+                        self._compute(part, encode, write, meter)
+                encode.drain()
+                write.drain()
+                before, todo = todo, self.missing()
+                if todo != before:
+                    wait = _POLL_S
+                    continue
+                if not told:
+                    names = {self._claims.holder(part_work(p)) for p in todo}
+                    log.info("cache: %d parts are being built by %s", len(todo), sorted(names))
+                    told = True
+                time.sleep(wait)
+                wait = min(1.5 * wait, max(self._config.claim_timeout_s / 10, _POLL_S))
+
+    def _take(self, part: int) -> bool:
+        if not self._claims.take(part_work(part)):
+            return False
+        if self._store.exists(commit_key(part)):  # committed since the listing
+            self._claims.release(part_work(part))
+            return False
+        keys = [spec.object_key(part) for spec in array_specs(self._header)]
+        self._store.remove_partials(keys)  # of a builder that was killed
+        return True
+
+    def _compute(
+        self, part: int, encode: "Stage[Task]", write: "Stage[Task]", meter: Meter
+    ) -> None:
+        """Runs the target over a part; encoding and writing follow in their own threads."""
+        plan = self._plans.plan_of_part(part)
+        job = PartJob(self._store, self._encoder, part, self._claims, self._committed)
+        self._jobs[part] = job
+        for found in self._passes[plan.first_part].run(part):
+            job.put(found, encode, write)
+            self._rows += sum(piece.entry < plan.num_samples for piece in found.pieces)
+            meter.add(sum(map(len, found.pieces)), self._note(encode, write))
+        job.end(encode, write)
+
+    def _committed(self, part: int, written: int) -> None:
+        """Runs in the writing thread."""
+        self._claims.release(part_work(part))
+        self._jobs.pop(part)
+        self._written += written
+        self.parts_built += 1
+
+    def _note(self, encode: "Stage[Task]", write: "Stage[Task]") -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        text = f"{self._rows / seconds:.1f} rows/s, {self._written / seconds / 1e9:.3f} GB/s"
+        waits = {"encoding": encode.blocked_s, "disk": write.blocked_s}
+        slow = [f"{n} holds it up {s / seconds:.0%}" for n, s in waits.items() if s > seconds / 20]
+        return ", ".join([text, *slow])
+
+    def _part_tokens(self, part: int) -> int:
+        plan = self._plans.plan_of_part(part)
+        return int(plan.lengths[plan.entries_of(part)].sum())
+
+    def _row_of(self, plan: Plan) -> Callable[[int], Row]:
+        def row_of(sample: int) -> Row:
+            place = self._index.place(plan.row_ids[sample])
+            if place is None:
+                raise CacheError(
+                    f"{self._store.url}: an unfinished part needs a row that is not among those "
+                    "given\n  fix: give all rows of the cache (corpus.rows, corpus.sources)"
                 )
-            except BaseException:  # also Ctrl-C: nothing half written stays
-                writer.discard()
-                raise
+            return self._index.rows[place]
 
-
-def length_batches(
-    samples: Sequence[int], lengths: np.ndarray, batch_tokens: int
-) -> Iterator[list[int]]:
-    """Consecutive samples whose padded size stays within a token budget (at least one sample)."""
-    batch: list[int] = []
-    longest = 0
-    for sample in samples:
-        longest_with = max(longest, int(lengths[sample]))
-        if batch and longest_with * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch, longest_with = [], int(lengths[sample])
-        batch.append(sample)
-        longest = longest_with
-    if batch:
-        yield batch
-
-
-def _write_batch(
-    target: Target, batch: Mapping[int, Row], writer: PartWriter
-) -> list[list[object]]:
-    """Runs one batch, a row by its sample number, and writes it in the order of the batch;
-    returns [sample, reason] of rows with NaN or Inf.
-    """
-    longest = max(map(len, batch.values()))
-    ids = torch.zeros((len(batch), longest), dtype=torch.long)
-    for b, row in enumerate(batch.values()):
-        ids[b, : len(row)] = torch.tensor(row.token_ids)
-    output = target.forward(ids)
-    skipped: list[list[object]] = []
-    for b, (i, row) in enumerate(batch.items()):
-        n = len(row)
-        taps, last = output.taps[b, :n], output.last[b, :n]
-        if not (bool(taps.isfinite().all()) and bool(last.isfinite().all())):
-            skipped.append([i, "non-finite states"])
-        writer.append(
-            {
-                "hidden": encode_bf16(taps),
-                "last_hidden": encode_bf16(last),
-                "input_ids": np.asarray(row.token_ids, dtype=np.int32),
-                "loss_mask": np.asarray(row.loss_mask, dtype=np.uint8),
-            }
-        )
-    return skipped
-
-
-def _require_space(folder: Path, header: Header, parts: int) -> None:
-    per_token = sum(spec.token_bytes for spec in array_specs(header.layout))
-    need = parts * header.part_tokens * per_token
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise CacheError(
-            f"{folder}: needs up to {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free\n"
-            "  fix: give cache.path on a larger disk, or fewer rows (corpus.limit)"
-        )
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for path in folder.rglob("*.partial"):
-        path.unlink(missing_ok=True)  # zarr may still be removing its own
+        return row_of

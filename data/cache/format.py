@@ -1,61 +1,58 @@
-"""The on-disk format: arrays, header, plan, commit records. See docs/cache-format.md.
+"""The on-disk format: sizes, arrays and header. See docs/cache-format.md.
 
-P parts of CAP token rows each; a sample never crosses a part; token ``t`` of a sample lies at row
-``part * CAP + start + t``. One shard file holds one part of one array.
+P parts of CAP token slots each; a piece of a row never crosses a part; token ``t`` of a piece lies
+at slot ``part * CAP + start + t``. One object holds one part of one array.
 """
 
 import json
 import math
-import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import zarr
-from zarr.codecs import BytesCodec, Crc32cCodec
+import torch
 
+from data.cache.codecs import StateCodec, needs_outliers
+from data.cache.store import Store
+from data.config import CacheConfig, Codec
 from data.errors import CacheError
-from data.files import create_exclusive
 
-FORMAT, VERSION = "hidden-cache", 1
+FORMAT, VERSION = "hidden-cache", 2
+HEADER_KEY = "cache.json"
+DATA = "data.zarr"
+TAPS, LAST = "hidden", "last_hidden"
 BF16_BYTES = 2
 MIN_CHUNK_TOKENS = 16
 CHECKSUM_BYTES = 4
 INDEX_ENTRY_BYTES = 16
 ABSENT = 2**64 - 1
-# Column of the `samples` group -> its type. `sample_id` is the row's place in the input.
-SAMPLE_COLUMNS = {
-    "start": "int64",
-    "length": "int32",
-    "sample_id": "int64",
-    "part": "int32",
-    "row_key": "uint64",
-    "class_id": "uint16",
-    "language_id": "uint16",
-}
+_UINT16_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the store. ``chunk_tokens`` (T) divides ``part_tokens`` (CAP)."""
 
-    num_layers: int
-    hidden_size: int
     chunk_tokens: int
     part_tokens: int
 
     @classmethod
     def choose(
-        cls, num_layers: int, hidden_size: int, max_length: int, part_bytes: int, chunk_bytes: int
+        cls, token_bytes: int, max_length: int, part_bytes: int, chunk_bytes: int
     ) -> "Layout":
-        """The largest powers of two within the byte limits (and room for the longest row)."""
-        token_bytes = num_layers * hidden_size * BF16_BYTES
+        """The largest powers of two within the byte limits (and room for the longest row).
+
+        Args:
+            token_bytes: of one token in the largest array.
+            max_length: tokens of the longest row.
+            part_bytes: largest part of an array.
+            chunk_bytes: largest chunk of an array.
+        """
         part = max(_floor_power(part_bytes // token_bytes), _ceil_power(max_length))
         chunk = max(_floor_power(chunk_bytes // token_bytes), MIN_CHUNK_TOKENS)
         part = max(part, MIN_CHUNK_TOKENS)
-        return cls(num_layers, hidden_size, min(chunk, part), part)
+        return cls(min(chunk, part), part)
 
     @property
     def chunks_per_part(self) -> int:
@@ -65,209 +62,238 @@ class Layout:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array: name, item type, item shape of one token, and whether it is sharded."""
+    """One array.
+
+    Attributes:
+        dtype: numpy's name of the stored type; little-endian.
+        token_shape: shape of one token.
+        dims: names of the axes behind the token axis.
+        sharded: shards of inner chunks, or one chunk a part.
+        compression: ``zstd`` or None.
+        attributes: Zarr attributes: what a reader without our code needs to know.
+    """
 
     name: str
     dtype: str
     token_shape: tuple[int, ...]
     dims: tuple[str, ...]
-    sharded: bool
-    bits_as: str | None = None
+    sharded: bool = True
+    compression: str | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token before compression."""
         return np.dtype(self.dtype).itemsize * math.prod(self.token_shape)
 
     def object_key(self, part: int) -> str:
-        """File of one part, relative to the cache's folder (separator '.': one folder)."""
+        """Key of one part (separator '.': one folder an array)."""
         zeros = ".0" * len(self.token_shape)
-        return f"data.zarr/{self.name}/c.{part}{zeros}"
-
-
-def array_specs(layout: Layout) -> tuple[ArraySpec, ...]:
-    """The arrays of an exact bf16 cache. bf16 is stored as its bits in uint16: stock zarr and
-    xarray cannot open a bfloat16 array.
-    """
-    M, D = layout.num_layers, layout.hidden_size
-    return (
-        ArraySpec("hidden", "uint16", (M, D), ("layer", "feature"), True, "bfloat16"),
-        ArraySpec("last_hidden", "uint16", (D,), ("feature",), True, "bfloat16"),
-        ArraySpec("input_ids", "int32", (), (), False),
-        ArraySpec("loss_mask", "uint8", (), (), False),
-    )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where each sample lies.
-
-    Attributes:
-        parts: part of each sample, int64 [n].
-        starts: first row inside the part, int64 [n].
-        lengths: tokens, int64 [n].
-    """
-
-    parts: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts."""
-        return int(self.parts.max()) + 1
-
-    def samples_of(self, part: int) -> list[int]:
-        """Samples of one part, in the order in which they lie in it."""
-        members = np.flatnonzero(self.parts == part)
-        return [int(i) for i in members[np.argsort(self.starts[members], kind="stable")]]
-
-    def equals(self, other: "Plan") -> bool:
-        """Whether every sample lies at the same place."""
-        mine, theirs = (self.parts, self.starts, self.lengths), other
-        return all(
-            np.array_equal(a, b)
-            for a, b in zip(mine, (theirs.parts, theirs.starts, theirs.lengths), strict=True)
-        )
-
-    def save(self, path: Path) -> None:
-        """Writes int64 [n, 3]: part, start, length."""
-        np.save(path, np.stack([self.parts, self.starts, self.lengths], axis=1))
-
-    @classmethod
-    def load(cls, path: Path) -> "Plan":
-        """Reads what `save` wrote; nothing is unpickled."""
-        try:
-            table = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise CacheError(
-                f"{path}: unreadable plan ({error})\n  fix: rebuild the cache"
-            ) from error
-        return cls(table[:, 0], table[:, 1], table[:, 2])
-
-
-def plan_parts(lengths: Sequence[int], part_tokens: int) -> Plan:
-    """Packs samples in their order into parts; inside a part the longest come first.
-
-    The plan depends on the lengths alone, so that part k holds the same samples at the same rows
-    whoever builds it, and equal lengths lie together for the target's batches.
-    """
-    parts = np.zeros(len(lengths), dtype=np.int64)
-    starts = np.zeros(len(lengths), dtype=np.int64)
-    part, used = 0, 0
-    for i, length in enumerate(lengths):
-        if used + length > part_tokens:
-            part, used = part + 1, 0
-        parts[i] = part
-        used += length
-    sizes = np.asarray(lengths, dtype=np.int64)
-    for p in range(part + 1):
-        members = np.flatnonzero(parts == p)
-        members = members[np.argsort(-sizes[members], kind="stable")]
-        starts[members] = np.concatenate([[0], np.cumsum(sizes[members])[:-1]])
-    return Plan(parts, starts, sizes)
+        return f"{DATA}/{self.name}/c.{part}{zeros}"
 
 
 @dataclass(frozen=True)
 class Header:
-    """``cache.json``: what the cache is. Written once; a later build must agree on every field."""
+    """``cache.json``: what the cache is. Written once; a later build must agree on it.
+
+    Attributes:
+        taps, last: codecs of tapped states and last state; ``last`` is None without it.
+        topk: likeliest tokens whose log-probabilities are kept; 0 keeps none.
+        outliers: channels that a codec keeps exact, by array; chosen on the target's own states.
+        fidelity: what the codecs cost on this target, measured before the build.
+    """
 
     tap_layers: tuple[int, ...]
     hidden_size: int
     vocab_size: int
     chunk_tokens: int
     part_tokens: int
-    num_parts: int
-    num_samples: int
-    codec: str
-    dataset_hash: str
-    class_names: tuple[str, ...]
-    languages: tuple[str, ...]
+    taps: str
+    last: str | None
+    topk: int
+    share_prefix: bool
     target_precision: str
+    outliers: dict[str, Any] = field(default_factory=dict)
+    fidelity: dict[str, Any] = field(default_factory=dict)
     cache_uuid: str = ""
+    created_by: str = ""
     format: str = FORMAT
     version: int = VERSION
     layer_convention: str = "output of block i"
-    last: str = "post-final-norm"
-    mode: str = "planned"
+    last_convention: str = "after the final norm"
 
     @property
     def layout(self) -> Layout:
         """Sizes of the store."""
-        return Layout(len(self.tap_layers), self.hidden_size, self.chunk_tokens, self.part_tokens)
+        return Layout(self.chunk_tokens, self.part_tokens)
+
+    def codec(self, name: str) -> StateCodec:
+        """The codec of `TAPS` or `LAST`."""
+        kind = Codec(self.taps if name == TAPS else self.last)
+        ids = self.outliers.get(name)
+        lead = (len(self.tap_layers),) if name == TAPS else ()
+        tensor = None if ids is None else torch.tensor(ids, dtype=torch.long)
+        return StateCodec(kind, self.hidden_size, lead, tensor)
 
     @classmethod
-    def load(cls, path: Path) -> "Header":
+    def parse(cls, content: bytes, where: str) -> "Header":
         """Reads a header.
 
         Raises:
-            CacheError: no cache, or one of a format that this version does not know.
+            CacheError: damaged, or of a format that this version does not know.
         """
         try:
-            value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            value: dict[str, Any] = json.loads(content)
             found = (value["format"], value["version"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CacheError(
-                f"{path}: no readable cache header ({error})\n  fix: build with 'dspark cache'"
+                f"{where}: no readable cache header ({error})\n"
+                "  fix: run 'dspark cache mode=repair'"
             ) from error
         if found != (FORMAT, VERSION):
             raise CacheError(
-                f"{path}: format {found[0]} version {found[1]}, but this version"
+                f"{where}: format {found[0]} version {found[1]}, but this version"
                 f" reads {FORMAT} {VERSION}\n  fix: use the version that wrote it"
             )
         try:
             value["tap_layers"] = tuple(value["tap_layers"])
-            value["class_names"] = tuple(value["class_names"])
-            value["languages"] = tuple(value["languages"])
-            return cls(**value)
-        except (KeyError, TypeError) as error:
+            header = cls(**value)
+            array_specs(header)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CacheError(
-                f"{path}: damaged cache header ({error})\n  fix: rebuild the cache"
+                f"{where}: damaged cache header ({error})\n  fix: run 'dspark cache mode=repair'"
             ) from error
+        return header
 
-    def require_same(self, stored: "Header", path: Path) -> None:
+    def to_bytes(self) -> bytes:
+        """The JSON document."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    def require_same(self, stored: "Header", where: str) -> None:
         """Refuses to go on with another cache.
 
         Raises:
             CacheError: names the fields that differ, with both values.
         """
         mine, theirs = asdict(self), asdict(stored)
-        diff = [k for k in mine if k != "cache_uuid" and mine[k] != theirs[k]]
+        free = ("cache_uuid", "created_by", "fidelity", "outliers")
+        diff = [k for k in mine if k not in free and mine[k] != theirs[k]]
         if diff:
             lines = "\n".join(f"  {k}: stored {theirs[k]}, asked for {mine[k]}" for k in diff)
             raise CacheError(
-                f"{path} is another cache:\n{lines}\n  fix: give another run.name or cache.path, "
+                f"{where} is another cache:\n{lines}\n  fix: give another run.name or cache.path, "
                 "or delete the folder to start over"
             )
 
 
-def create_store(folder: Path, header: Header, plan: Plan) -> Header:
-    """Creates control files and empty arrays; the header comes last and is created exclusively."""
-    for name in ("commits", "data.zarr"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.npy")
-    group = zarr.open_group(folder / "data.zarr", mode="a")
-    layout = header.layout
-    rows = header.num_parts * layout.part_tokens
-    for spec in array_specs(layout):
-        per_file = (layout.part_tokens, *spec.token_shape)
-        group.create_array(
-            spec.name,
-            shape=(rows, *spec.token_shape),
-            chunks=(layout.chunk_tokens, *spec.token_shape) if spec.sharded else per_file,
-            shards=per_file if spec.sharded else None,
-            dtype=spec.dtype,
-            fill_value=0,
-            serializer=BytesCodec(endian="little") if spec.dtype != "uint8" else BytesCodec(),
-            compressors=[Crc32cCodec()],
-            chunk_key_encoding={"name": "default", "separator": "."},
-            dimension_names=("token", *spec.dims),
-            attributes={"bits_as": spec.bits_as} if spec.bits_as else {},
-            overwrite=True,
+def load_header(store: Store) -> Header:
+    """The header of the cache in a store.
+
+    Raises:
+        CacheError: no cache, or see `Header.parse`.
+    """
+    try:
+        content = store.read(HEADER_KEY)
+    except FileNotFoundError as error:
+        raise CacheError(f"{store.url}: no cache\n  fix: build it with 'dspark cache'") from error
+    return Header.parse(content, store.locate(HEADER_KEY))
+
+
+def make_header(
+    shape: tuple[tuple[int, ...], int, int],
+    target_precision: str,
+    max_length: int,
+    config: CacheConfig,
+) -> Header:
+    """The header of a cache that is to be built, without what only the target can tell.
+
+    Args:
+        shape: tapped layers, hidden size, vocabulary of the target.
+        target_precision: type in which the target runs.
+        max_length: tokens of the longest row.
+        config: codecs and sizes.
+    """
+    tap_layers, hidden_size, vocab_size = shape
+    header = Header(
+        tap_layers=tap_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        chunk_tokens=1,
+        part_tokens=1,
+        taps=config.taps_codec.value,
+        last=config.last_codec.value if config.last_codec else None,
+        topk=min(config.topk, vocab_size),
+        share_prefix=config.share_prefix,
+        target_precision=target_precision,
+    )
+    largest = max(spec.token_bytes for spec in array_specs(header))
+    layout = Layout.choose(largest, max_length, config.part_bytes, config.chunk_bytes)
+    sizes = {"chunk_tokens": layout.chunk_tokens, "part_tokens": layout.part_tokens}
+    return Header(**{**vars(header), **sizes})
+
+
+def array_specs(header: Header) -> tuple[ArraySpec, ...]:
+    """The arrays of a cache. bf16 is stored as its bits in uint16: stock zarr and xarray cannot
+    open a bfloat16 array.
+    """
+    specs = _state_specs(header, TAPS, ("layer",))
+    if header.last is not None:
+        specs += _state_specs(header, LAST, ())
+    if header.topk:
+        k, ids = (header.topk,), "uint16" if header.vocab_size <= _UINT16_IDS else "uint32"
+        specs += [
+            ArraySpec("topk_ids", ids, k, ("k",)),
+            ArraySpec("topk_logprobs", "float16", k, ("k",)),
+            ArraySpec("logsumexp", "float32", (), ()),
+        ]
+    return (
+        *_named_apart(specs),
+        ArraySpec("input_ids", "int32", (), (), sharded=False),
+        ArraySpec("loss_mask", "uint8", (), (), sharded=False),
+    )
+
+
+def token_bytes(header: Header) -> int:
+    """Bytes of one token in all arrays, before compression."""
+    return sum(spec.token_bytes for spec in array_specs(header))
+
+
+def raw_token_bytes(num_layers: int, hidden_size: int) -> int:
+    """Bytes of one token's states in plain bf16: tapped layers and last state."""
+    return BF16_BYTES * (num_layers + 1) * hidden_size
+
+
+def _state_specs(header: Header, name: str, lead: tuple[str, ...]) -> list[ArraySpec]:
+    kind = Codec(header.taps if name == TAPS else header.last)
+    if needs_outliers(kind) and name not in header.outliers:
+        # Sizes are asked for before the target has chosen the channels; any will do for them.
+        count = min(needs_outliers(kind), header.hidden_size)
+        ids = list(range(count))
+        outliers = {**header.outliers, name: [ids] * len(header.tap_layers) if lead else ids}
+        header = Header(**{**vars(header), "outliers": outliers})
+    codec = header.codec(name)
+    return [
+        ArraySpec(
+            name + part.suffix,
+            part.dtype,
+            part.shape,
+            (*lead, *part.dims),
+            compression=codec.compression,
+            attributes=part.attributes,
         )
-    stored = Header(**{**asdict(header), "cache_uuid": uuid.uuid4().hex})
-    create_exclusive(folder / "cache.json", json.dumps(asdict(stored), indent=1) + "\n")
-    return stored
+        for part in codec.components()
+    ]
+
+
+def _named_apart(specs: Iterable[ArraySpec]) -> Iterator[ArraySpec]:
+    """An axis is named after its array when an earlier one has that name and another length:
+    xarray opens no group in which a name has two lengths.
+    """
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        axes = zip(spec.dims, spec.token_shape, strict=True)
+        dims = (d if sizes.setdefault(d, n) == n else f"{spec.name}_{d}" for d, n in axes)
+        yield replace(spec, dims=tuple(dims))
 
 
 def _floor_power(value: int) -> int:

@@ -1,209 +1,190 @@
-"""Reads rows from local shards through memory maps; a chunk is checked when first touched."""
+"""Reads rows and batches of a finished cache, from a folder or an object store."""
 
-import mmap
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
+import os
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-import zarr
-from crc32c import crc32c
 
-from data.batch import CachedRow
-from data.cache.codecs import decode_bf16
-from data.cache.format import (
-    ABSENT,
-    CHECKSUM_BYTES,
-    INDEX_ENTRY_BYTES,
-    SAMPLE_COLUMNS,
-    ArraySpec,
-    Header,
-    Layout,
-    array_specs,
-)
-from data.cache.records import CommitRecord, Manifest, commit_path, samples_digest
-from data.errors import CacheError, ShardError
+from data.batch import BatchHead, CachedRow, TopK
+from data.cache.format import HEADER_KEY, LAST, TAPS, ArraySpec, array_specs, load_header
+from data.cache.records import FINGERPRINT_KEY, CommitRecord, Manifest, commit_key
+from data.cache.shards import ObjectReader
+from data.cache.store import LocalStore, Store
+from data.cache.stored import StoredBatch
+from data.cache.table import SampleTable
+from data.config import Check
+from data.errors import ShardError
 from data.fingerprint import Fingerprint
+from data.pool import BufferPool
 
 _OPEN_PARTS = 64
-
-
-class ObjectReader:
-    """One object of a part: a shard with its index, or one unsharded chunk."""
-
-    def __init__(self, path: Path, spec: ArraySpec, layout: Layout, size: int) -> None:
-        self._path, self._spec, self._layout = path, spec, layout
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ShardError(path, f"cannot be opened ({error})") from error
-        if len(self._map) != size:
-            raise ShardError(path, f"has {len(self._map)} bytes, its commit record says {size}")
-        self._chunk_bytes = layout.chunk_tokens * spec.token_bytes
-        self._checked: set[int] = set()
-        self._offsets = self._read_index() if spec.sharded else []
-
-    def _read_index(self) -> list[int]:
-        count = self._layout.chunks_per_part
-        raw = self._map[-(count * INDEX_ENTRY_BYTES + CHECKSUM_BYTES) :]
-        index, (stored,) = raw[:-CHECKSUM_BYTES], struct.unpack("<I", raw[-CHECKSUM_BYTES:])
-        if crc32c(index) != stored:
-            raise ShardError(self._path, "its index is damaged (CRC32C)")
-        offsets = []
-        for offset, size in struct.iter_unpack("<QQ", index):
-            if offset != ABSENT and size != self._chunk_bytes + CHECKSUM_BYTES:
-                raise ShardError(self._path, f"a chunk of {size} bytes; it was not written by us")
-            offsets.append(offset)
-        return offsets
-
-    def tokens(self, start: int, count: int) -> np.ndarray:
-        """A copy of tokens ``start .. start + count``, ``[count, *token_shape]``."""
-        if count == 0:
-            return np.empty((0, *self._spec.token_shape), self._spec.dtype)
-        if not self._spec.sharded:
-            self._check_whole()
-            data = self._map[start * self._spec.token_bytes :][: count * self._spec.token_bytes]
-            return self._as_tokens(data, count)
-        size, token = self._layout.chunk_tokens, self._spec.token_bytes
-        out = bytearray(count * token)
-        at = 0
-        for chunk in range(start // size, (start + count - 1) // size + 1):
-            base = self._checked_offset(chunk)
-            low = max(start - chunk * size, 0) * token
-            high = min(start + count - chunk * size, size) * token
-            out[at : at + high - low] = self._map[base + low : base + high]
-            at += high - low
-        return self._as_tokens(out, count)
-
-    def verify(self) -> None:
-        """Reads everything. Raises ShardError."""
-        if not self._spec.sharded:
-            self._check_whole()
-            return
-        for chunk, offset in enumerate(self._offsets):
-            if offset != ABSENT:
-                self._checked_offset(chunk)
-
-    def _as_tokens(self, data: bytes | bytearray, count: int) -> np.ndarray:
-        return np.frombuffer(data, self._spec.dtype).reshape(count, *self._spec.token_shape)
-
-    def _check_whole(self) -> None:
-        if 0 in self._checked:
-            return
-        data = memoryview(self._map)[:-CHECKSUM_BYTES]
-        self._require_crc(data, self._map[-CHECKSUM_BYTES:], "")
-        self._checked.add(0)
-
-    def _checked_offset(self, chunk: int) -> int:
-        offset = self._offsets[chunk]
-        if offset == ABSENT:
-            raise ShardError(self._path, f"chunk {chunk} is absent")
-        if chunk not in self._checked:
-            end = offset + self._chunk_bytes
-            if end + CHECKSUM_BYTES > len(self._map):
-                raise ShardError(self._path, f"chunk {chunk} lies behind the end of the file")
-            data = memoryview(self._map)[offset:end]
-            self._require_crc(data, self._map[end : end + CHECKSUM_BYTES], f"chunk {chunk}: ")
-            self._checked.add(chunk)
-        return offset
-
-    def _require_crc(self, data: memoryview, stored: bytes, what: str) -> None:
-        if crc32c(data) != struct.unpack("<I", stored)[0]:
-            raise ShardError(self._path, f"{what}its CRC32C does not match: the data is damaged")
-
-
-@dataclass(frozen=True)
-class SampleTable:
-    """Samples that the cache holds (finished parts only), one entry each.
-
-    Attributes:
-        row_keys: uint64, see `data.batch.Row.row_key`.
-        class_ids: index into the header's ``class_names``.
-        language_ids: index into the header's ``languages``.
-    """
-
-    parts: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    row_keys: np.ndarray
-    class_ids: np.ndarray
-    language_ids: np.ndarray
+_CONTROL = ("input_ids", "loss_mask")
 
 
 class CacheReader:
-    """A finished cache: ``reader[i]`` is row ``i``. Opens shards on first use, so it may be sent
-    to another process before any row is read.
+    """A finished cache: ``reader[i]`` is row ``i``.
+
+    Objects are opened on first use, and again in a process that inherited or was sent the reader.
+    Threads may read at once.
+
+    Args:
+        store: where the cache lies; a path is a folder.
+        check: when a chunk's checksum is verified.
+        pool: where the memory of batches comes from; None takes fresh memory.
+        max_length: longer rows are cut at their end.
 
     Raises:
         CacheError: the cache is unfinished, or of an unknown format.
-        ShardError: when a row is read: a file is missing, short or damaged.
+        ShardError: also when a row is read: a file is missing, short or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.header = Header.load(folder / "cache.json")
-        self.manifest = Manifest.load(folder)
-        self.fingerprint = Fingerprint.load(folder / "fingerprint.json")
-        self.specs = {spec.name: spec for spec in array_specs(self.header.layout)}
-        self.samples = _read_samples(folder, self.manifest.samples_sha256)
-        self._object = lru_cache(maxsize=_OPEN_PARTS * len(self.specs))(self._open_object)
-        self._record = lru_cache(maxsize=None)(partial(CommitRecord.load, folder))
+    def __init__(
+        self,
+        store: Store | Path,
+        check: Check = Check.first,
+        pool: BufferPool | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.store = LocalStore(store) if isinstance(store, Path) else store
+        self.check, self.pool, self.max_length = check, pool, max_length
+        self.header = load_header(self.store)  # first: it says which version may read the rest
+        self.manifest = Manifest.load(self.store)
+        self.manifest.read(self.store, HEADER_KEY)
+        self.fingerprint = Fingerprint.parse(
+            self.manifest.read(self.store, FINGERPRINT_KEY), self.store.locate(FINGERPRINT_KEY)
+        )
+        self.specs = {spec.name: spec for spec in array_specs(self.header)}
+        self.samples = SampleTable.load(self.store, self.header, self.manifest)
+        self.taps_codec = self.header.codec(TAPS)
+        self.last_codec = self.header.codec(LAST) if self.header.last else None
+        self._open_caches()
+
+    def _open_caches(self) -> None:
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._object = lru_cache(maxsize=_OPEN_PARTS * len(self.specs))(self.open_object)
+        self._record = lru_cache(maxsize=4096)(self._load_record)
+
+    def __getstate__(self) -> dict[str, object]:
+        own = ("_lock", "_object", "_record")
+        state = {k: v for k, v in vars(self).items() if k not in own}
+        if self.pool is not None:  # memory stays in its process
+            state["pool"] = BufferPool(self.pool.max_free_bytes)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._open_caches()
 
     def __len__(self) -> int:
-        return len(self.samples.lengths)
+        return len(self.samples)
+
+    def length(self, index: int) -> int:
+        """Tokens of a row as it is read."""
+        return min(int(self.samples.lengths[index]), self.max_length or 1 << 62)
 
     def __getitem__(self, index: int) -> CachedRow:
-        """Row ``index``; tensors own their memory."""
-        start, count = int(self.samples.starts[index]), int(self.samples.lengths[index])
-        part = int(self.samples.parts[index])
-        data = {n: self._object(n, part).tokens(start, count) for n in self.specs}
+        """Row ``index``, decoded."""
+        batch = self.read_batch([index], [0]).to(torch.device("cpu"))
+        topk = batch.topk
         return CachedRow(
-            token_ids=torch.from_numpy(data["input_ids"].astype(np.int64)),
-            loss_mask=torch.from_numpy(data["loss_mask"].astype(np.bool_)),
-            taps=decode_bf16(data["hidden"]),
-            last=decode_bf16(data["last_hidden"]),
-            row_key=int(self.samples.row_keys[index]),
+            token_ids=batch.token_ids[0],
+            loss_mask=batch.loss_mask[0],
+            taps=batch.taps[0],
+            last=None if batch.last is None else batch.last[0],
+            row_key=batch.row_keys[0],
+            topk=None if topk is None else TopK(*(t[0] for t in vars(topk).values())),
         )
 
-    def objects(self) -> Iterator[tuple[str, int]]:
-        """(array, part) of every object of the cache."""
-        for part in range(self.header.num_parts):
-            for name in self.specs:
-                yield name, part
+    def read_head(self, indices: Sequence[int], epochs: Sequence[int]) -> BatchHead:
+        """What blocks are drawn from: a byte a token is read."""
+        return self._head(indices, epochs, self._read("loss_mask", indices))
 
-    def verify_object(self, name: str, part: int) -> None:
-        """Reads one object whole and checks every checksum. Raises ShardError."""
-        self._open_object(name, part).verify()
+    def read_batch(self, indices: Sequence[int], epochs: Sequence[int]) -> StoredBatch:
+        """Rows padded with zeros to the longest of them, as they are stored."""
+        head = self._head(indices, epochs, self._read("loss_mask", indices))
+        arrays = {n: self._read(n, indices) for n in self.specs if n not in _CONTROL}
+        return StoredBatch(
+            **vars(head),
+            token_ids=torch.from_numpy(self._read("input_ids", indices)),
+            arrays={n: torch.from_numpy(_signed(a)) for n, a in arrays.items()},
+            taps=self.taps_codec,
+            last=self.last_codec,
+        )
 
-    def _open_object(self, name: str, part: int) -> ObjectReader:
+    def batch_bytes(self, indices: Sequence[int]) -> int:
+        """Memory of a batch: what is stored of it, and what that becomes."""
+        tokens = len(indices) * max(self.length(i) for i in indices)
+        header = self.header
+        states = len(header.tap_layers) + (header.last is not None)
+        stored = sum(spec.token_bytes for spec in self.specs.values())
+        # Decoded: bf16 states, int64 ids, and of a law int64 ids with fp32 log-probabilities.
+        decoded = 2 * states * header.hidden_size + 8 + (8 + 4) * header.topk
+        return tokens * (stored + decoded)
+
+    def open_object(self, name: str, part: int, check: Check | None = None) -> ObjectReader:
+        """Opens one object of a part. Raises ShardError."""
         key = self.specs[name].object_key(part)
-        size = self._record(part).objects.get(key)
-        if size is None:
-            raise ShardError(commit_path(self.folder, part), f"does not name {key}")
-        return ObjectReader(self.folder / key, self.specs[name], self.header.layout, size)
-
-
-def _read_samples(folder: Path, expected_digest: str) -> SampleTable:
-    if samples_digest(folder) != expected_digest:
-        raise ShardError(
-            folder / "data.zarr" / "samples",
-            "the sample table is damaged",
-            "delete manifest.json and run 'dspark cache' again: it writes the table anew",
+        recorded = self._record(part).objects.get(key)
+        if recorded is None:
+            raise ShardError(self.store.locate(commit_key(part)), f"does not name {key}")
+        layout = self.header.layout
+        return ObjectReader(
+            self.store, key, self.specs[name], layout, recorded, check or self.check
         )
-    try:
-        group = zarr.open_group(folder / "data.zarr" / "samples", mode="r")
-        columns = {name: np.asarray(group[name]) for name in SAMPLE_COLUMNS}
-    except (OSError, KeyError, ValueError) as error:
-        raise CacheError(f"{folder}: unreadable sample table ({error})\n  fix: rebuild") from error
-    return SampleTable(
-        columns["part"],
-        columns["start"],
-        columns["length"],
-        columns["row_key"],
-        columns["class_id"],
-        columns["language_id"],
-    )
+
+    def _load_record(self, part: int) -> CommitRecord:
+        record = CommitRecord.load(self.store, part)
+        if record.cache_uuid != self.header.cache_uuid:
+            raise ShardError(self.store.locate(commit_key(part)), "belongs to another cache")
+        return record
+
+    def _head(self, indices: Sequence[int], epochs: Sequence[int], mask: np.ndarray) -> BatchHead:
+        for b, index in enumerate(indices):
+            if prefix := min(self.samples.prefix_length(index), mask.shape[1]):
+                mask[b, :prefix] = self.samples.prefix_mask(index)[:prefix]
+        return BatchHead(
+            loss_mask=torch.from_numpy(mask.view(np.bool_)),
+            lengths=tuple(self.length(i) for i in indices),
+            row_keys=tuple(int(self.samples.row_keys[i]) for i in indices),
+            epochs=tuple(epochs),
+        )
+
+    def _read(self, name: str, indices: Sequence[int]) -> np.ndarray:
+        """One array of some rows, ``[B, T, *token_shape]``, padded with zeros."""
+        spec = self.specs[name]
+        lengths = [self.length(i) for i in indices]
+        out = self._allocate((len(indices), max(lengths)), spec)
+        for b, index in enumerate(indices):
+            at = 0
+            for piece in self.samples.pieces(index):
+                count = min(piece.length, lengths[b] - at)
+                if count > 0:
+                    source = self._opened(name, piece.part)
+                    source.read_into(out[b, at : at + count], piece.start)
+                    at += count
+            out[b, at:] = 0
+        return out
+
+    def _opened(self, name: str, part: int) -> ObjectReader:
+        if os.getpid() != self._process:  # a thread that held the lock does not exist after a fork
+            self._open_caches()
+        with self._lock:  # lru_cache may open an object twice, and the maps are big
+            return self._object(name, part)
+
+    def _allocate(self, shape: tuple[int, ...], spec: ArraySpec) -> np.ndarray:
+        full = (*shape, *spec.token_shape)
+        if self.pool is None:
+            return np.empty(full, spec.dtype)
+        size = int(np.prod(full)) * np.dtype(spec.dtype).itemsize
+        return self.pool.lease(size).view(spec.dtype).reshape(full)
+
+
+def _signed(array: np.ndarray) -> np.ndarray:
+    """The same bits in a signed type: PyTorch knows few operations on wide unsigned integers."""
+    if array.dtype in (np.uint16, np.uint32):
+        return array.view(np.dtype(f"int{8 * array.dtype.itemsize}"))
+    return array

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from data.batch import Row
-from data.cache.codecs import decode_bf16, encode_bf16
 from data.config import CacheConfig
 from data.errors import CacheError
 from data.target import FrozenHead, Target, read_frozen_head
@@ -53,8 +52,8 @@ def self_check(target: Target, rows: Sequence[Row], config: CacheConfig) -> Self
         ids = torch.tensor([row.token_ids[:n]], device=target.device)
         output = target.forward(ids)
         logits, hidden_states = target.own_forward(ids)
-        stored = decode_bf16(encode_bf16(output.last)).to(target.device, target.model.dtype)
-        mine = frozen.logits(stored)
+        stored = output.last.to(torch.bfloat16)  # what an exact cache holds
+        mine = frozen.logits(stored.to(target.model.dtype))
         tv += float((mine.softmax(-1) - logits.softmax(-1)).abs().sum(-1).mul(0.5).sum())
         top1 += int((mine.argmax(-1) == logits.argmax(-1)).sum())
         tokens += n

@@ -4,130 +4,145 @@ A shard is its inner chunks, each followed by its CRC32C, then an index of (offs
 and the index's CRC32C. zarr-python would build a whole shard in memory, and never syncs.
 """
 
-import contextlib
-import json
-import os
 import struct
-from collections.abc import Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from crc32c import crc32c
+from numcodecs.zstd import compress
 
 from data.cache.format import ABSENT, CHECKSUM_BYTES, ArraySpec, Layout
-from data.cache.records import commit_path
+from data.cache.metadata import ZSTD_LEVEL
+from data.cache.records import CommitRecord, commit_key
+from data.cache.store import Sink, Store
 from data.errors import CacheError
-from data.files import create_exclusive, fsync_dir
+
+_ZEROS = bytes(1 << 16)
 
 
 class ObjectWriter:
     """Writes one object (a shard, or one unsharded chunk) from tokens that arrive in order.
 
-    Holds at most one chunk of tokens in memory. The object appears under its name in `close`.
+    Nothing is buffered but one chunk that is to be compressed. The object appears in `close`.
     """
 
-    def __init__(self, path: Path, spec: ArraySpec, layout: Layout) -> None:
-        self._path = path
-        self._partial = path.with_name(path.name + ".partial")
-        self._spec, self._layout = spec, layout
-        self._chunk_bytes = layout.chunk_tokens * spec.token_bytes
-        self._file: BinaryIO = self._partial.open("wb")
-        self._buffer = bytearray()
+    def __init__(self, sink: Sink, spec: ArraySpec, layout: Layout) -> None:
+        self._sink, self._spec, self._layout = sink, spec, layout
+        tokens = layout.chunk_tokens if spec.sharded else layout.part_tokens
+        self._chunk_bytes = tokens * spec.token_bytes
         self._index: list[tuple[int, int]] = []
         self._offset = 0
+        self._filled = 0  # bytes of the chunk in hand
         self._crc = 0
+        self._buffer = bytearray(self._chunk_bytes) if spec.compression else None
 
     def append(self, tokens: np.ndarray) -> None:
         """Adds tokens, ``[n, *token_shape]`` in the array's type."""
         little = np.ascontiguousarray(tokens, dtype=np.dtype(self._spec.dtype).newbyteorder("<"))
-        data = memoryview(little.reshape(-1).view(np.uint8).data)
-        if not self._spec.sharded:
-            self._crc = crc32c(data, self._crc)
-            self._offset += self._file.write(data)
-            return
-        at = 0
-        while at < len(data):
-            room = self._chunk_bytes - len(self._buffer)
-            if not self._buffer and len(data) - at >= self._chunk_bytes:
-                self._write_chunk(data[at : at + self._chunk_bytes])
-                at += self._chunk_bytes
-                continue
-            self._buffer += data[at : at + room]
-            at += room
-            if len(self._buffer) == self._chunk_bytes:
-                self._write_chunk(self._buffer)
-                self._buffer = bytearray()
+        if little.size:
+            self._add(memoryview(little.reshape(-1).view(np.uint8).data))
 
     def close(self) -> dict[str, int]:
-        """Finishes, syncs and publishes the object; returns its size and its last checksum."""
-        total = self._layout.part_tokens * self._spec.token_bytes
+        """Finishes and publishes the object; returns its size and its last checksum."""
+        if self._filled or not (self._spec.sharded or self._index):
+            missing = self._chunk_bytes - self._filled
+            while missing:  # the rest of a chunk is zeros
+                missing -= self._add(memoryview(_ZEROS)[:missing])
+        checksum = self._crc
         if self._spec.sharded:
-            if self._buffer:
-                self._write_chunk(self._buffer.ljust(self._chunk_bytes, b"\0"))
             absent = self._layout.chunks_per_part - len(self._index)
             entries = [*self._index, *[(ABSENT, ABSENT)] * absent]
             index = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-            checksum = crc32c(index)
-            self._file.write(index)
-        else:
-            # An unsharded chunk is as long as the part; the rest of it is zeros.
-            zeros = bytes(total - self._offset)
-            checksum = crc32c(zeros, self._crc)
-            self._file.write(zeros)
-        self._file.write(struct.pack("<I", checksum))
-        size = self._file.tell()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._partial.replace(self._path)
-        return {"bytes": size, "crc32c": checksum}
+            self._write(index)
+            self._write(struct.pack("<I", crc32c(index)))
+            # Indices of plain shards are alike; the last chunk's checksum tells parts apart.
+            checksum = crc32c(index, self._crc)
+        self._sink.publish()
+        return {"bytes": self._offset, "crc32c": checksum}
 
     def discard(self) -> None:
         """Removes what was written."""
-        with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
-            self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._sink.discard()
 
-    def _write_chunk(self, data: bytearray | memoryview | bytes) -> None:
-        self._file.write(data)
-        self._file.write(struct.pack("<I", crc32c(data)))
-        size = len(data) + CHECKSUM_BYTES
-        self._index.append((self._offset, size))
-        self._offset += size
+    def _add(self, data: memoryview) -> int:
+        """Adds bytes; a chunk that gets full is finished. Returns their number."""
+        at = 0
+        while at < len(data):
+            piece = data[at : at + self._chunk_bytes - self._filled]
+            if self._buffer is None:
+                # The checksum grows with the bytes, so that no chunk need be held.
+                self._crc = crc32c(piece, self._crc if self._filled else 0)
+                self._write(piece)
+            else:
+                self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            at += len(piece)
+            if self._filled == self._chunk_bytes:
+                self._end_chunk()
+        return len(data)
+
+    def _end_chunk(self) -> None:
+        size = self._chunk_bytes
+        if self._buffer is not None:
+            packed = compress(self._buffer, ZSTD_LEVEL)
+            self._crc, size = crc32c(packed), len(packed)
+            self._write(packed)
+        self._write(struct.pack("<I", self._crc))
+        size += CHECKSUM_BYTES
+        self._index.append((self._offset - size, size))
+        self._filled = 0
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._sink.write(data)
+        self._offset += len(data)
 
 
 class PartWriter:
-    """Writes all arrays of one part; nothing of it counts before `commit`."""
+    """Writes all arrays of one part; nothing of it counts before `commit`.
 
-    def __init__(self, folder: Path, part: int, specs: Sequence[ArraySpec], layout: Layout) -> None:
-        self._folder, self._part = folder, part
+    Args:
+        store: where the cache lies.
+        part: its number.
+        specs: the arrays.
+        layout: sizes.
+        token: tells this writer from others that may write the same part.
+    """
+
+    def __init__(
+        self, store: Store, part: int, specs: Sequence[ArraySpec], layout: Layout, token: str
+    ) -> None:
+        self._store, self._part = store, part
         self._keys = {spec.name: spec.object_key(part) for spec in specs}
-        self._writers = {
-            spec.name: ObjectWriter(folder / self._keys[spec.name], spec, layout) for spec in specs
-        }
+        self._writers: dict[str, ObjectWriter] = {}
+        try:
+            for spec in specs:
+                sink = store.open_sink(self._keys[spec.name], token)
+                self._writers[spec.name] = ObjectWriter(sink, spec, layout)
+        except BaseException:
+            self.discard()
+            raise
 
-    def append(self, arrays: dict[str, np.ndarray]) -> None:
-        """Adds the tokens of one sample to every array."""
+    def append(self, arrays: Mapping[str, np.ndarray]) -> int:
+        """Adds the tokens of one piece to every array; returns the bytes before compression."""
         for name, writer in self._writers.items():
             writer.append(arrays[name])
+        return sum(arrays[name].nbytes for name in self._writers)
 
-    def commit(self, record: dict[str, object]) -> int:
+    def commit(self, record: Mapping[str, object]) -> int:
         """Publishes the objects and then the commit record; returns the bytes written.
 
         Raises:
             CacheError: somebody else has committed this part.
         """
         objects = {self._keys[name]: writer.close() for name, writer in self._writers.items()}
-        for key in self._keys.values():
-            fsync_dir((self._folder / key).parent)
-        text = json.dumps({"part": self._part, **record, "objects": objects}) + "\n"
+        content = CommitRecord.to_bytes({"part": self._part, **record, "objects": objects})
         try:
-            create_exclusive(commit_path(self._folder, self._part), text)
+            self._store.create(commit_key(self._part), content)
         except FileExistsError as error:
             raise CacheError(
-                f"{self._folder}: another process has built part {self._part} meanwhile\n"
-                "  fix: let one process build at a time"
+                f"{self._store.url}: another process has built part {self._part} meanwhile, "
+                "although this one held it\n  fix: raise cache.claim_timeout_s, and run 'dspark "
+                "cache mode=verify' when all have ended"
             ) from error
         return sum(entry["bytes"] for entry in objects.values())
 

@@ -41,9 +41,10 @@ def train_curve(target: Target, reader: CacheReader) -> Curve:
     sampler = RowSampler(len(reader), SEED)
     loader = StepLoader(reader, sampler, OPTIM.rows_per_step, OPTIM.rows_per_micro_batch)
     curve: Curve = {"loss": [], "tau_teacher_forced": []}
-    for step, micro_batches in enumerate(loader.steps(0, STEPS)):
+    for step, loaded in enumerate(loader.steps(0, STEPS)):
         set_lr(optimizer, lr_at(step, STEPS, OPTIM.lr, OPTIM.warmup_ratio))
-        result = accumulate_step(draft, draft.frozen, micro_batches, OBJECTIVE, SEED, accelerator)
+        heads, batches = loaded.heads, loaded.batches
+        result = accumulate_step(draft, draft.frozen, heads, batches, OBJECTIVE, SEED, accelerator)
         accelerator.clip_grad_norm_(draft.parameters(), OPTIM.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

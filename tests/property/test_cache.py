@@ -1,173 +1,180 @@
-"""What is written into a cache comes back, whatever the sizes: by our reader and by stock zarr."""
+"""What is written into a cache comes back, whatever the sizes and codecs: by our reader, and by
+stock zarr-python and tensorstore.
+"""
 
-import json
+import random
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore
 import torch
 import zarr
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from data.batch import Row
-from data.cache.build import build_cache, length_batches
-from data.cache.codecs import decode_bf16, encode_bf16
-from data.cache.format import (
-    MIN_CHUNK_TOKENS,
-    ArraySpec,
-    Header,
-    Layout,
-    Plan,
-    array_specs,
-    create_store,
-    plan_parts,
-)
-from data.cache.read import CacheReader, ObjectReader
-from data.cache.records import commit_path
-from data.cache.verify import describe_cache, verify_cache
-from data.cache.write import ObjectWriter, PartWriter
-from data.config import CacheConfig
-from data.fingerprint import Fingerprint
-from data.target import Target
-from tests.support.tiny import TAPS, random_rows, tiny_target
+from data.cache.format import DATA, LAST, TAPS, ArraySpec, Layout, array_specs
+from data.cache.passes import length_batches
+from data.cache.read import CacheReader
+from data.cache.records import CommitRecord
+from data.cache.shards import ObjectReader
+from data.cache.store import LocalStore
+from data.cache.write import ObjectWriter
+from data.config import Check, Codec
+from data.errors import ShardError
+from tests.support.cached import Case, cut_up, header_of, make_case, write_cache
+from tests.support.tiny import random_rows
 
-M, D = 2, 3
+# The last vocabulary of 16-bit ids, whose upper half is negative as int16, and the next one.
+VOCABULARIES = (259, 1 << 16, (1 << 16) + 1)
 
 
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    layout: Layout
-
-    @property
-    def plan(self) -> Plan:
-        return plan_parts(self.lengths, self.layout.part_tokens)
+# Each codec once for the tapped states and once for the last one.
+PAIRS = list(zip(Codec, [*list(Codec)[3:], *list(Codec)[:3]], strict=True))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, taps: Codec, kind: Codec) -> Case:
     chunk = 1 << draw(st.integers(0, 4))
     part = chunk << draw(st.integers(0, 3))
-    lengths = draw(st.lists(st.integers(1, part), min_size=1, max_size=8))
-    return Case(tuple(lengths), Layout(M, D, chunk, part))
+    last = draw(st.sampled_from([kind, kind, None]))
+    topk = draw(st.sampled_from([1, 9, 200] if last is None else [0, 9, 200]))
+    header = header_of(
+        taps,
+        last,
+        draw(st.integers(1, 130)),
+        tap_layers=tuple(range(draw(st.integers(1, 3)))),
+        topk=topk,
+        vocab_size=draw(st.sampled_from(VOCABULARIES)) if topk else 259,
+        chunk_tokens=chunk,
+        part_tokens=part,
+    )
+    lengths = draw(st.lists(st.integers(1, part), min_size=1, max_size=5))
+    answers = [n // 2 * draw(st.integers(0, 1)) for n in lengths]
+    rows = random_rows([(n - m, m) for n, m in zip(lengths, answers, strict=True)])
+    return make_case(header, rows)
 
 
-def random_tokens(spec: ArraySpec, count: int, generator: np.random.Generator) -> np.ndarray:
-    top = int(np.iinfo(np.dtype(spec.dtype)).max)
-    return generator.integers(0, top, (count, *spec.token_shape), spec.dtype, endpoint=True)
+def expected_array(case: Case, spec: ArraySpec) -> np.ndarray:
+    """The whole array: every token at its place, zeros everywhere else."""
+    plan, size = case.plan, case.header.part_tokens
+    whole = np.zeros((plan.end_part * size, *spec.token_shape), spec.dtype)
+    for i, row in enumerate(case.rows):
+        low = int(plan.parts[i]) * size + int(plan.starts[i])
+        whole[low : low + len(row)] = case.arrays[i][spec.name]
+    return whole
 
 
-def write_store(folder: Path, case: Case) -> list[dict[str, np.ndarray]]:
-    """Writes random tokens for every sample; returns them in the samples' order."""
-    layout, plan = case.layout, case.plan
-    counts = (plan.num_parts, len(case.lengths))
-    header = Header(tuple(range(M)), D, 9, layout.chunk_tokens, layout.part_tokens, *counts,
-                    "bf16", "", ("",), ("",), "float32")  # fmt: skip
-    assert create_store(folder, header, plan).cache_uuid
-    generator = np.random.default_rng(sum(case.lengths))
-    specs = array_specs(layout)
-    samples = [{s.name: random_tokens(s, n, generator) for s in specs} for n in case.lengths]
-    for part in range(plan.num_parts):
-        writer = PartWriter(folder, part, specs, layout)
-        for i in plan.samples_of(part):
-            writer.append(samples[i])
-        written = writer.commit({})
-        files = [folder / spec.object_key(part) for spec in specs]
-        assert written == sum(path.stat().st_size for path in files)
-    return samples
+def require_ours(store: LocalStore, case: Case, spec: ArraySpec, whole: np.ndarray) -> None:
+    """Whole parts, and some tokens of them. Chunks behind the last token do not exist."""
+    header, plan, cuts = case.header, case.plan, random.Random(len(whole))
+    key_of = spec.object_key
+    for part in range(plan.end_part):
+        used = int(plan.lengths[plan.entries_of(part)].sum())
+        size = header.chunk_tokens if spec.sharded else header.part_tokens
+        stored = -(-used // size) * size
+        there = whole[part * header.part_tokens :][:stored]
+        recorded = CommitRecord.load(store, part).objects[key_of(part)]
+        for check in Check:
+            reader = ObjectReader(store, key_of(part), spec, header.layout, recorded, check)
+            for cut in (slice(0, stored), *cut_up(stored, cuts)):
+                out = np.full_like(there[cut], 77)
+                reader.read_into(out, cut.start)
+                np.testing.assert_array_equal(out, there[cut])
+            assert list(reader.bad_chunks()) == []
+            if stored < header.part_tokens:
+                with pytest.raises(ShardError, match="absent"):
+                    reader.read_into(np.empty((1, *spec.token_shape), spec.dtype), stored)
 
 
-def open_object(folder: Path, spec: ArraySpec, layout: Layout, part: int) -> ObjectReader:
-    record = json.loads(commit_path(folder, part).read_text())
-    key = spec.object_key(part)
-    return ObjectReader(folder / key, spec, layout, record["objects"][key]["bytes"])
+def require_rows(reader: CacheReader, case: Case) -> None:
+    """Decoded rows are what the codecs make of the states, and the likeliest tokens."""
+    for i, row in enumerate(case.rows):
+        found = reader[i]
+        assert found.token_ids.tolist() == list(row.token_ids)
+        assert found.loss_mask.tolist() == row.loss_mask
+        codec = case.header.codec(TAPS)
+        assert torch.equal(found.taps, codec.decode(codec.encode(case.taps(i))))
+        assert (found.last is not None) == (case.header.last is not None)
+        if found.last is not None:
+            codec = case.header.codec(LAST)
+            assert torch.equal(found.last, codec.decode(codec.encode(case.last(i))))
+        assert (found.topk is not None) == bool(case.header.topk)
+        if found.topk is not None:
+            best, total = case.logits(i).topk(case.header.topk), case.logits(i).logsumexp(-1)
+            assert torch.equal(found.topk.ids, best.indices)
+            assert torch.equal(found.topk.logsumexp, total)
+            assert torch.equal(found.topk.logprobs, (best.values - total[:, None]).half().float())
 
 
-@settings(max_examples=20)
-@given(case=cases(), data=st.data())
-def test_parts_read_back_by_us_and_by_stock_zarr(case: Case, data: st.DataObject) -> None:
-    plan, layout = case.plan, case.layout
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        samples = write_store(folder, case)
-        group: Any = zarr.open(folder / "data.zarr", mode="r")
-        for spec in array_specs(layout):
-            stock = np.asarray(group[spec.name])
-            assert stock.shape == (plan.num_parts * layout.part_tokens, *spec.token_shape)
-            expected = np.zeros_like(stock)
-            for i, sample in enumerate(samples):
-                low = int(plan.parts[i]) * layout.part_tokens + int(plan.starts[i])
-                expected[low : low + case.lengths[i]] = sample[spec.name]
-            np.testing.assert_array_equal(stock, expected)
-            part = data.draw(st.integers(0, plan.num_parts - 1))
-            used = sum(case.lengths[i] for i in plan.samples_of(part))
-            start = data.draw(st.integers(0, used))
-            count = data.draw(st.integers(0, used - start))
-            reader = open_object(folder, spec, layout, part)
-            at = part * layout.part_tokens + start
-            found = reader.tokens(start, count)
-            assert found.dtype == np.dtype(spec.dtype)
-            np.testing.assert_array_equal(found, expected[at : at + count])
-            reader.verify()
+@pytest.mark.parametrize(("taps", "last"), PAIRS)
+def test_stored_values_are_the_same_to_us_zarr_and_tensorstore(taps: Codec, last: Codec) -> None:
+    # A failure is shown as it was found: a smaller one would take minutes of writing.
+    @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
+    @given(case=cases(taps, last), seed=st.integers(0, 99))
+    def check(case: Case, seed: int) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            store = write_cache(Path(name), case, seed)
+            group: Any = zarr.open_group(store.folder / DATA, mode="r")
+            for spec in array_specs(case.header):
+                whole = expected_array(case, spec)
+                assert group[spec.name].dtype == whole.dtype
+                np.testing.assert_array_equal(group[spec.name][:], whole)
+                place = {"driver": "file", "path": str(store.folder / DATA / spec.name)}
+                array = tensorstore.open({"driver": "zarr3", "kvstore": place}).result()
+                np.testing.assert_array_equal(np.asarray(array.read().result()), whole)
+                require_ours(store, case, spec, whole)
+            require_rows(CacheReader(store), case)
+
+    check()
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_ids_keep_their_bits_at_every_vocabulary(tmp_path: Path, vocab: int) -> None:
+    header = header_of(Codec.bf16, None, 8, vocab_size=vocab, topk=min(vocab, 60_000))
+    case = make_case(header, random_rows([(3, 0), (1, 1)]))
+    store = write_cache(tmp_path, case)
+    stored: Any = zarr.open_group(tmp_path / DATA, mode="r")["topk_ids"]
+    assert stored.dtype == ("uint16" if vocab <= 1 << 16 else "uint32")
+    # Most tokens are kept, so ids are there that 15 bits cannot hold.
+    assert int(stored[:].max()) >= min(vocab - 1, 1 << 15)
+    require_rows(CacheReader(store), case)
 
 
 @given(
-    case=cases(),
-    cuts=st.lists(st.integers(0, 128), max_size=6),
+    chunk=st.integers(0, 4),
+    chunks=st.integers(0, 3),
     sharded=st.booleans(),
+    compression=st.sampled_from([None, "zstd"]),
     data=st.data(),
 )
 def test_object_does_not_depend_on_how_its_tokens_arrive(
-    case: Case, cuts: list[int], sharded: bool, data: st.DataObject
+    chunk: int, chunks: int, sharded: bool, compression: str | None, data: st.DataObject
 ) -> None:
-    layout = case.layout
-    spec = ArraySpec("x", "uint16", (D,), ("feature",), sharded)
+    layout = Layout(1 << chunk, 1 << (chunk + chunks))
+    zstd = compression if sharded else None
+    spec = ArraySpec("x", "uint16", (3,), ("feature",), sharded, zstd)
     count = data.draw(st.integers(1, layout.part_tokens))
-    tokens = random_tokens(spec, count, np.random.default_rng(count))
+    tokens = np.random.default_rng(count).integers(0, 9, (count, 3), np.uint16)
+    cuts = list(cut_up(count, data.draw(st.randoms(use_true_random=False))))
     with tempfile.TemporaryDirectory() as name:
-        whole, pieces = (Path(name) / n for n in ("whole", "pieces"))
-        edges = sorted({0, count, *(c for c in cuts if c < count)})
-        for path, bounds in ((whole, [0, count]), (pieces, edges)):
-            writer = ObjectWriter(path, spec, layout)
-            for low, high in pairwise(bounds):
-                writer.append(tokens[low:high])
-            assert not path.exists()
+        store = LocalStore(Path(name))
+        for key, bounds in (("whole", [slice(0, count)]), ("pieces", cuts)):
+            writer = ObjectWriter(store.open_sink(key, "token"), spec, layout)
+            for cut in bounds:
+                writer.append(tokens[cut])
+            assert not store.exists(key)
             entry = writer.close()
-            assert path.stat().st_size == entry["bytes"]
-        assert whole.read_bytes() == pieces.read_bytes()
-        assert sorted(p.name for p in Path(name).iterdir()) == ["pieces", "whole"]
+            assert store.size(key) == entry["bytes"]
+        assert store.read("whole") == store.read("pieces")
+        assert store.list("").keys() == {"pieces", "whole"}
         start = data.draw(st.integers(0, count))
-        found = ObjectReader(pieces, spec, layout, entry["bytes"]).tokens(start, count - start)
+        found = np.empty((count - start, 3), np.uint16)
+        recorded = (entry["bytes"], entry["crc32c"])
+        ObjectReader(store, "pieces", spec, layout, recorded).read_into(found, start)
         np.testing.assert_array_equal(found, tokens[start:])
-
-
-@given(case=cases())
-def test_plan_puts_every_sample_into_one_place_of_its_own(case: Case) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        case.plan.save(Path(name) / "plan.npy")
-        plan = Plan.load(Path(name) / "plan.npy")
-    size = case.layout.part_tokens
-    taken = np.zeros(plan.num_parts * size, dtype=int)
-    for part, start, length in zip(plan.parts, plan.starts, case.lengths, strict=True):
-        assert start >= 0
-        assert start + length <= size
-        taken[part * size + start :][:length] += 1
-    assert taken.max() == 1
-    assert taken.sum() == sum(case.lengths)
-    members = [plan.samples_of(p) for p in range(plan.num_parts)]
-    assert [i for m in members for i in sorted(m)] == list(range(len(case.lengths)))
-    for part, inside in enumerate(members):
-        lengths = [case.lengths[i] for i in inside]
-        assert lengths == sorted(lengths, reverse=True)
-        following = max(inside) + 1
-        if part + 1 < plan.num_parts:  # closed only because the next sample did not fit
-            assert sum(lengths) + case.lengths[following] > size
 
 
 @given(
@@ -176,7 +183,7 @@ def test_plan_puts_every_sample_into_one_place_of_its_own(case: Case) -> None:
     order=st.randoms(use_true_random=False),
 )
 def test_length_batches_partition_and_keep_the_budget(
-    lengths: list[int], budget: int, order: Any
+    lengths: list[int], budget: int, order: random.Random
 ) -> None:
     samples = list(range(len(lengths)))
     order.shuffle(samples)
@@ -188,105 +195,3 @@ def test_length_batches_partition_and_keep_the_budget(
         if following:
             with_next = max(longest, lengths[following[0]]) * (len(batch) + 1)
             assert with_next > budget
-
-
-@given(
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 64)),
-    longest=st.integers(1, 5000),
-    part_bytes=st.integers(1, 1 << 22),
-    chunk_bytes=st.integers(1, 1 << 18),
-)
-def test_layout_keeps_the_byte_limits_and_holds_the_longest_row(
-    shape: tuple[int, int], longest: int, part_bytes: int, chunk_bytes: int
-) -> None:
-    layout = Layout.choose(*shape, longest, part_bytes, chunk_bytes)
-    token_bytes = 2 * shape[0] * shape[1]
-    assert layout.part_tokens >= longest
-    assert layout.part_tokens == layout.chunks_per_part * layout.chunk_tokens
-    assert layout.part_tokens.bit_count() == layout.chunk_tokens.bit_count() == 1
-    needed = max(2 * longest - 1, MIN_CHUNK_TOKENS)
-    assert layout.part_tokens * token_bytes <= part_bytes or layout.part_tokens <= needed
-    assert layout.chunk_tokens >= MIN_CHUNK_TOKENS
-    assert layout.chunk_tokens in (MIN_CHUNK_TOKENS, layout.part_tokens) or (
-        layout.chunk_tokens * token_bytes <= chunk_bytes < 2 * layout.chunk_tokens * token_bytes
-    )
-
-
-@given(values=st.lists(st.floats(width=16, allow_nan=False), max_size=20))
-def test_bf16_codec_is_exact_on_bf16_values(values: list[float]) -> None:
-    states = torch.tensor(values, dtype=torch.bfloat16)
-    bits = encode_bf16(states)
-    assert bits.dtype == np.uint16
-    assert torch.equal(decode_bf16(bits.copy()), states)
-    assert torch.equal(decode_bf16(encode_bf16(states.float())), states)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_folder: Path) -> Target:
-    return tiny_target(tiny_folder)
-
-
-def require_row(target: Target, found: Any, row: Row, exact: bool) -> None:
-    output = target.forward(torch.tensor([row.token_ids]))
-    assert found.token_ids.tolist() == list(row.token_ids)
-    assert found.loss_mask.tolist() == row.loss_mask
-    assert found.row_key == row.row_key
-    # Rows of one batch are padded together: sums in another order may round to the next bf16.
-    rtol, atol = (0.0, 0.0) if exact else (2**-7, 1e-3)
-    for mine, own in ((found.taps, output.taps), (found.last, output.last)):
-        torch.testing.assert_close(mine, own[0].bfloat16(), rtol=rtol, atol=atol)
-
-
-@settings(max_examples=8)
-@given(
-    sizes=st.lists(
-        st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=9, unique=True
-    ),
-    part_bytes=st.sampled_from([1, 1 << 14, 1 << 16]),
-    batch_tokens=st.sampled_from([1, 64]),
-)
-def test_built_cache_holds_what_the_target_computes(
-    target: Target, sizes: Sequence[tuple[int, int]], part_bytes: int, batch_tokens: int
-) -> None:
-    rows = random_rows(sizes, seed=len(sizes))
-    config = CacheConfig(part_bytes=part_bytes, chunk_bytes=1 << 13, batch_tokens=batch_tokens)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        summary = build_cache(target, rows, config, folder, Fingerprint.of_target(target))
-        reader = CacheReader(folder)
-        assert len(reader) == summary.manifest.num_samples == len(rows)
-        assert summary.manifest.num_tokens == sum(len(row) for row in rows)
-        assert summary.manifest.num_parts == summary.parts_built == reader.header.num_parts
-        assert reader.header.tap_layers == TAPS
-        for i, row in enumerate(rows):
-            require_row(target, reader[i], row, exact=batch_tokens == 1)
-            assert reader.header.class_names[reader.samples.class_ids[i]] == row.class_name
-        report = verify_cache(folder)
-        assert (report.objects, report.problems) == (4 * summary.manifest.num_parts, ())
-        assert describe_cache(folder)["tokens"] == f"{summary.manifest.num_tokens:,}"
-        states = [p for p in (folder / "data.zarr").glob("*/c.*") if p.is_file()]
-        assert summary.manifest.total_bytes == sum(p.stat().st_size for p in states)
-
-
-def test_row_with_non_finite_states_is_quarantined_by_its_source(
-    target: Target, tmp_path: Path
-) -> None:
-    rows = random_rows([(4, 5), (9, 12), (3, 14)])
-
-    def poison(_module: Any, _args: Any, kwargs: Any, output: Any) -> None:
-        for b, ids in enumerate(kwargs["input_ids"].tolist()):
-            if tuple(ids[: len(rows[1])]) == rows[1].token_ids:
-                output.last_hidden_state[b, 2, 0] = torch.nan
-
-    handle = target.decoder.register_forward_hook(poison, with_kwargs=True)
-    try:
-        config = CacheConfig(self_check_tokens=1)
-        summary = build_cache(target, rows, config, tmp_path, Fingerprint.of_target(target))
-    finally:
-        handle.remove()
-    assert (len(summary.manifest.skipped), summary.manifest.num_samples) == (1, 2)
-    line = json.loads((tmp_path / "quarantine.jsonl").read_text())
-    assert line == {"source": rows[1].source, "reason": "non-finite states"}
-    reader = CacheReader(tmp_path)
-    kept = [reader[i].token_ids.tolist() for i in range(len(reader))]
-    assert kept == [list(rows[0].token_ids), list(rows[2].token_ids)]

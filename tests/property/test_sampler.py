@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from data.batch import Batch, CachedRow, collate
 from data.cache.read import CacheReader
+from data.cache.stored import StoredBatch
 from data.errors import ShardError
 from data.loader import StepLoader
 from data.sampler import RowSampler
@@ -105,7 +107,9 @@ def test_micro_batches_hold_rows_of_like_length(reader: CacheReader) -> None:
 
 def test_loaded_batches_hold_the_rows_of_the_step(reader: CacheReader) -> None:
     one = loader(reader)
-    for batch, rows in zip(one.load(1), one.rows_of(1), strict=True):
+    for rows in one.rows_of(1):
+        batch = one.load(rows)
+        assert isinstance(batch, Batch)
         assert batch.epochs == tuple(epoch for _, epoch in rows)
         assert batch.row_keys == tuple(ROWS[row].row_key for row, _ in rows)
         for b, (row, _) in enumerate(rows):
@@ -119,16 +123,37 @@ def same(a: Batch, b: Batch) -> bool:
     tensors = all(
         torch.equal(getattr(a, n), getattr(b, n)) for n in ("token_ids", "loss_mask", "taps")
     )
+    assert a.last is not None
+    assert b.last is not None
     return tensors and torch.equal(a.last, b.last) and a.row_keys == b.row_keys
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1), (2, 9)])
 def test_read_ahead_gives_the_steps_in_order(reader: CacheReader, first: int, end: int) -> None:
     one = loader(reader)
-    found = list(one.steps(first, end))
+    found = [(step.heads, list(step.batches)) for step in one.steps(first, end)]
     assert len(found) == end - first
-    for step, batches in zip(range(first, end), found, strict=True):
-        assert all(same(a, b) for a, b in zip(batches, one.load(step), strict=True))
+    for step, (heads, batches) in zip(range(first, end), found, strict=True):
+        for head, batch, rows in zip(heads, batches, one.rows_of(step), strict=True):
+            expected = one.load(rows)
+            assert isinstance(batch, Batch)
+            assert isinstance(expected, Batch)
+            assert same(batch, expected)
+            assert torch.equal(head.loss_mask, batch.loss_mask)
+            assert (head.lengths, head.row_keys) == (batch.lengths, batch.row_keys)
+            assert head.epochs == batch.epochs
+
+
+def test_batches_decoded_on_the_device_are_those_decoded_by_the_loader(
+    reader: CacheReader,
+) -> None:
+    one, other = loader(reader), replace(loader(reader), decode=False, threads=2, max_bytes=1)
+    pairs = zip(one.steps(0, 4), other.steps(0, 4), strict=True)
+    for here, there in pairs:
+        for a, b in zip(here.batches, there.batches, strict=True):
+            assert isinstance(b, StoredBatch)
+            assert same(a.to(CPU), b.to(CPU))
+    assert other.stats.items >= 4
 
 
 def test_error_in_the_thread_reaches_the_caller_at_the_step_that_needs_the_row(
@@ -138,15 +163,16 @@ def test_error_in_the_thread_reaches_the_caller_at_the_step_that_needs_the_row(
     reader = CacheReader(copy)
     one = StepLoader(reader, RowSampler(len(reader), 0), 1, 1)
     rows = [one.rows_of(step)[0][0][0] for step in range(len(reader))]
-    parts = [int(reader.samples.parts[row]) for row in rows]
+    parts = [reader.samples.pieces(row)[-1].part for row in rows]
     bad = next(step for step in range(4, len(rows)) if parts[step] not in parts[:step])
     path = copy / reader.specs["hidden"].object_key(parts[bad])
     os.truncate(path, 10)
     steps = one.steps(0, len(rows))
     for _ in range(bad):
-        next(steps)
+        list(next(steps).batches)
+    broken = next(steps)
     with pytest.raises(ShardError) as error:
-        next(steps)
+        list(broken.batches)
     assert error.value.path == path
 
 

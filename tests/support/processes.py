@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +23,16 @@ def run_script(script: str, *arguments: str, cwd: Path) -> str:
     return _run(command, cwd)
 
 
-def dspark(*arguments: str, cwd: Path, expect: int = 0, **variables: str) -> str:
+def dspark(
+    *arguments: str,
+    cwd: Path,
+    expect: int = 0,
+    env: Mapping[str, str] | None = None,
+    **variables: str,
+) -> str:
     """Runs the command in a folder; returns stdout and stderr together."""
-    return _run([sys.executable, "-m", "train.cli", *arguments], cwd, expect, variables)
+    command = [sys.executable, "-m", "train.cli", *arguments]
+    return _run(command, cwd, expect, {**(env or {}), **variables})
 
 
 def torchrun(ranks: int, *arguments: str, cwd: Path) -> str:

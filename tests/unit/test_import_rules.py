@@ -16,6 +16,7 @@ ONLY = {
     "wandb": ("train/loop/tracking.py",),
     "accelerate": ("train/loop/", "train/launch.py", "train/verbs.py", "data/cache/build.py"),
     "transformers": ("data/target.py", "data/tiny.py"),
+    "obstore": ("data/cache/remote.py",),
     "openai": ("data/generate/server.py",),
     "omegaconf": ("train/rules.py", "train/cli.py", "train/loop/provenance.py"),
     "pickle": (),

@@ -66,6 +66,18 @@ def batches(rows: Sequence[CachedRow], sizes: Sequence[int]) -> list[Batch]:
     ]
 
 
+def step_of(
+    draft: Draft,
+    micro_batches: Sequence[Batch],
+    config: ObjectiveConfig,
+    seed: int,
+    accelerator: Accelerator,
+) -> StepResult:
+    return accumulate_step(
+        draft, draft.frozen, micro_batches, micro_batches, config, seed, accelerator
+    )
+
+
 def gradients(
     draft: Draft,
     micro_batches: Sequence[Batch],
@@ -73,7 +85,7 @@ def gradients(
     config: ObjectiveConfig = OBJECTIVE,
 ) -> tuple[dict[str, Tensor], StepResult]:
     draft.zero_grad(set_to_none=True)
-    result = accumulate_step(draft, draft.frozen, micro_batches, config, 0, accelerator)
+    result = step_of(draft, micro_batches, config, 0, accelerator)
     found = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
     return found, result
 
@@ -117,6 +129,7 @@ def test_every_token_weighs_the_same_whatever_its_row(
             net, (r.taps, r.token_ids.tolist(), r.loss_mask.tolist(), r.last), weights, decay_scale
         )
         for r in rows
+        if r.last is not None
     ]
     denominator = sum(weight for _, weight in sums)
     torch.stack([loss for loss, _ in sums]).sum().div(denominator).backward()
@@ -168,7 +181,7 @@ def test_the_gradient_of_a_step_is_added_to_what_is_there(
 ) -> None:
     draft = tiny_draft(target, scale=3.0)
     once, _ = gradients(draft, batches(ROWS, (4,)), accelerator)
-    accumulate_step(draft, draft.frozen, batches(ROWS, (4,)), OBJECTIVE, 0, accelerator)
+    step_of(draft, batches(ROWS, (4,)), OBJECTIVE, 0, accelerator)
     twice = {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
     assert relative_error(twice, {n: 2 * g for n, g in once.items()}) < 1e-6
 
@@ -179,7 +192,7 @@ def test_anchors_change_with_seed_and_epoch(target: Target, accelerator: Acceler
     def gradient(epoch: int, seed: int) -> Tensor:
         draft.zero_grad(set_to_none=True)
         batch = replace(collate(ROWS[:1], [0]), epochs=(epoch,))
-        accumulate_step(draft, draft.frozen, [batch], config, seed, accelerator)
+        step_of(draft, [batch], config, seed, accelerator)
         assert draft.fc.weight.grad is not None
         return draft.fc.weight.grad
 

@@ -13,10 +13,12 @@ import torch
 from accelerate import Accelerator
 
 from data.cache.read import CacheReader
+from data.config import Decode
 from data.errors import ConfigError
 from data.files import sole_writer
 from data.fingerprint import Fingerprint
 from data.loader import StepLoader
+from data.prefetch import WaitStats
 from data.progress import Meter
 from data.sampler import RowSampler
 from train.config import PipelineConfig, to_plain
@@ -95,9 +97,12 @@ def fit(
         optim.rows_per_micro_batch,
         accelerator.process_index,
         ranks,
+        config.cache.prefetch_bytes,
+        config.cache.prefetch_threads,
+        config.cache.decode is Decode.loader,
     )
     guard = StepGuard(optimizer)
-    clock = _Clock(first)
+    clock = _Clock(first, loader.stats)
     figures: Figures = {}
     main_rank = accelerator.is_main_process
     run = config.run
@@ -106,12 +111,17 @@ def fit(
         Tracker(config.run_dir, run.name, run.wandb, to_plain(config), first, main_rank) as tracker,
         Meter("train", end, "steps", done=first) as meter,
     ):
-        for step, micro_batches in enumerate(loader.steps(first, end), first):
-            clock.data_arrived()
+        for step, loaded in enumerate(loader.steps(first, end), first):
             rate = lr_at(step, end, optim.lr, optim.warmup_ratio)
             set_lr(optimizer, rate)
             result = accumulate_step(
-                model, draft.frozen, micro_batches, config.objective, run.seed, accelerator
+                model,
+                draft.frozen,
+                loaded.heads,
+                loaded.batches,
+                config.objective,
+                run.seed,
+                accelerator,
             )
             norm = float(accelerator.clip_grad_norm_(model.parameters(), optim.clip))
             guard.step(norm, step, [row for rows in loader.rows_of(step) for row, _ in rows])
@@ -123,7 +133,6 @@ def fit(
             meter.add(1, _note(figures))
             if done % run.checkpoint_every == 0 or done == end:
                 _save(folder, draft, optimizer, done, config, fingerprint, accelerator)
-            clock.step_done()
     checkpoint = list_checkpoints(folder)[-1]
     return FitSummary(end, end - first, guard.skipped, clock.elapsed_s, checkpoint, figures)
 
@@ -160,26 +169,20 @@ class StepGuard:
 class _Clock:
     """Splits the time of the loop into waiting for data and the rest."""
 
-    def __init__(self, first_step: int) -> None:
-        self._first = first_step
-        self._start = self._waiting_since = time.monotonic()
-        self._wait_s = 0.0
+    def __init__(self, first_step: int, stats: WaitStats) -> None:
+        self._first, self._stats = first_step, stats
+        self._start = time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
-    def data_arrived(self) -> None:
-        self._wait_s += time.monotonic() - self._waiting_since
-
-    def step_done(self) -> None:
-        self._waiting_since = time.monotonic()
-
     def figures(self, done: int) -> Figures:
         seconds = self.elapsed_s
         return {
             "steps_per_s": (done - self._first) / seconds,
-            "data_wait_share": self._wait_s / seconds,
+            "data_wait_share": self._stats.wait_s / seconds,
+            "data_gb_per_s": self._stats.bytes / seconds / 1e9,
         }
 
 
@@ -227,6 +230,7 @@ def _fixed_config(config: PipelineConfig) -> dict[str, Any]:
     plain = to_plain(config)
     flat = {f"{g}.{k}": v for g in _FIXED_GROUPS for k, v in plain[g].items()}
     flat |= {f"run.{k}": plain["run"][k] for k in ("seed", "precision")}
+    flat["cache.max_length"] = plain["cache"]["max_length"]
     # A path names the target, the fingerprint says what it is; micro-batches change no result.
     return {k: v for k, v in flat.items() if k not in _FREE_KEYS}
 

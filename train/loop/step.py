@@ -1,14 +1,15 @@
 """One optimizer step: one denominator over all ranks and micro-batches, then the micro-batches."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batch import Batch
+from data.batch import Batch, BatchHead
+from data.cache.stored import StoredBatch
 from data.target import FrozenHead
 from train.config import ObjectiveConfig
 from train.loop.reduce import sum_over_ranks
@@ -44,7 +45,7 @@ def micro_batch_terms(
     # Blocks overlap: the target's law is computed once per distinct position.
     distinct, inverse = flat.unique(return_inverse=True)
     with torch.no_grad():
-        target_probs = frozen.logits(batch.last.flatten(0, 1)[distinct]).softmax(-1)[inverse]
+        target_probs = target_law(frozen, batch, distinct)[inverse]
     weights = slot_weights(blocks.slot_mask, config.decay_scale)[blocks.slot_mask]
     return objective(
         logits,
@@ -55,6 +56,21 @@ def micro_batch_terms(
         term_weights=TermWeights(config.ce_weight, config.l1_weight, config.confidence_weight),
         denominator=denominator,
     )
+
+
+def target_law(frozen: FrozenHead, batch: Batch, flat: Tensor) -> Tensor:
+    """The target's law at some flat positions ``row * T + t``, fp32 ``[n, V]``.
+
+    From the stored last state, else from its top-k: raw, the tail dropped, which makes acceptance
+    a strict lower bound; renormalised or bucketed tails bias it more.
+    """
+    if batch.last is not None:
+        return frozen.logits(batch.last.flatten(0, 1)[flat]).softmax(-1)
+    if batch.topk is None:
+        raise ValueError("a batch without last state and without top-k")
+    probs = batch.topk.logprobs.flatten(0, 1)[flat].exp()
+    law = probs.new_zeros(len(flat), frozen.head.shape[0])
+    return law.scatter_(-1, batch.topk.ids.flatten(0, 1)[flat], probs)
 
 
 def flat_positions(batch: Batch, blocks: Blocks) -> Tensor:
@@ -70,7 +86,8 @@ def flat_positions(batch: Batch, blocks: Blocks) -> Tensor:
 def accumulate_step(
     model: nn.Module,
     frozen: FrozenHead,
-    micro_batches: Sequence[Batch],
+    heads: Sequence[BatchHead],
+    micro_batches: Iterable[Batch | StoredBatch],
     config: ObjectiveConfig,
     seed: int,
     accelerator: Accelerator,
@@ -81,13 +98,13 @@ def accumulate_step(
     forward pass, so that a token weighs the same in whichever micro-batch it lies.
     """
     block_size = accelerator.unwrap_model(model).shape.block_size
-    blocks = [draw_blocks(b, config.num_anchors, block_size, seed) for b in micro_batches]
+    blocks = [draw_blocks(h, config.num_anchors, block_size, seed) for h in heads]
     local = sum(float(slot_weights(b.slot_mask, config.decay_scale).double().sum()) for b in blocks)
     denominator = sum_over_ranks(accelerator, local)
     sums: dict[str, Tensor] = {}
-    for i, (cpu_batch, cpu_blocks) in enumerate(zip(micro_batches, blocks, strict=True)):
-        batch, block = cpu_batch.to(accelerator.device), cpu_blocks.to(accelerator.device)
-        last = i == len(micro_batches) - 1
+    for i, (host_batch, host_blocks) in enumerate(zip(micro_batches, blocks, strict=True)):
+        batch, block = host_batch.to(accelerator.device), host_blocks.to(accelerator.device)
+        last = i == len(blocks) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             terms = micro_batch_terms(model, frozen, batch, block, config, max(denominator, 1e-9))
             # DDP averages over ranks; the denominator is already the sum over them.

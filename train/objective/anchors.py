@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from data.batch import Batch
+from data.batch import BatchHead
 
 
 def draw_anchors(
@@ -51,7 +51,7 @@ class Blocks:
         return Blocks(self.anchor_pos.to(device), self.slot_mask.to(device))
 
 
-def draw_blocks(batch: Batch, num_anchors: int, block_size: int, seed: int) -> Blocks:
+def draw_blocks(batch: BatchHead, num_anchors: int, block_size: int, seed: int) -> Blocks:
     """Draws the blocks of every row of a batch (on the CPU)."""
     anchors: list[Tensor] = []
     slots: list[Tensor] = []

@@ -70,7 +70,9 @@ def objective(
     target_probs = target_probs.detach().float()
     with torch.set_grad_enabled(term_weights.l1 > 0 and torch.is_grad_enabled()):
         l1 = (log_probs.exp() - target_probs).abs().sum(-1)
-    accepted = (1 - l1.detach() / 2).clamp(0, 1)
+    # sum min(p, q); a law without its tail (cached top-k) sums to less than 1.
+    mass = target_probs.sum(-1)
+    accepted = ((1 + mass - l1.detach()) / 2).clamp(0, 1)
     l1_sum = (weights * l1).sum() if term_weights.l1 > 0 else zero
     ce_sum = zero
     if term_weights.ce > 0:
