@@ -49,6 +49,7 @@ def finalize(store: Store, header: Header, plans: Plans) -> Manifest:
     store.delete(MANIFEST_KEY)  # the tables that it describes are replaced now
     documents = zarr_documents(header, plans.num_parts, tables)
     write_documents(store, documents)
+    store.delete(QUARANTINE_KEY)  # parts that were built again may have no unusable rows now
     if skipped:
         lines = [json.dumps({"source": source, "reason": r}) + "\n" for _, source, r in skipped]
         store.write(QUARANTINE_KEY, "".join(lines).encode())

@@ -31,11 +31,12 @@ from data.cache.plan import (
     Plans,
     load_plans,
     pack_row_ids,
+    plan_key,
     plan_rows,
     plan_shared,
     save_plan,
 )
-from data.cache.records import FINGERPRINT_KEY
+from data.cache.records import FINGERPRINT_KEY, committed_parts
 from data.cache.store import Store
 from data.config import CacheConfig, Codec
 from data.errors import CacheError
@@ -100,6 +101,11 @@ def open_header(
         there = Fingerprint.parse(store.read(FINGERPRINT_KEY), store.locate(FINGERPRINT_KEY))
         fingerprint.require_match(there, "this run", store.url, allow_mismatch)
         return stored
+    if committed_parts(store):
+        raise CacheError(
+            f"{store.locate(HEADER_KEY)}: missing header of parts that are built\n"
+            "  fix: run 'dspark cache mode=repair' with the build's settings"
+        )
     exact = not (_is_lossy(header) or config.topk)
     tokens = config.self_check_tokens if exact else config.fidelity_tokens
     probe = take_probe(target, index.rows, tokens)
@@ -143,6 +149,11 @@ def open_plans(store: Store, header: Header, index: RowIndex, config: CacheConfi
     """
     plans = load_plans(store)
     known = Plans(tuple(plans))
+    if max(committed_parts(store), default=-1) >= known.num_parts:
+        raise CacheError(  # a new plan would give their states to other rows
+            f"{store.locate(plan_key(len(plans)))}: missing plan of parts that are built\n"
+            "  fix: run 'dspark cache mode=repair' with the build's settings"
+        )
     new = index.beyond(known.row_ids)
     missing = index.missing(known.row_ids)
     if plans and not config.add_rows and (new or missing):

@@ -16,7 +16,7 @@ from data.errors import CacheError
 from data.fingerprint import Fingerprint
 from data.target import Target
 from tests.support.builders import Builders, Order, many_rows, quick_config, running
-from tests.support.caches import all_values, ignore_fsync, require_same
+from tests.support.caches import all_values, at_pass, ignore_fsync, interrupt, require_same
 from tests.support.tiny import tiny_target
 
 pytestmark = pytest.mark.slow
@@ -222,6 +222,24 @@ def test_stopped_one_loses_its_work_and_later_harms_nothing(
     assert outcome.error == "" or outcome.error.startswith("CacheError: ")
     assert outcome.built + other.built <= other.parts
     require_same(tmp_path, few)
+
+
+def test_stopped_one_does_not_write_over_what_another_has_committed(
+    builders: Builders, target: Target, few: Path, tmp_path: Path
+) -> None:
+    with at_pass(target, -1, interrupt) as passes:
+        build(target, tmp_path / "counted", FEW)
+    folder, options = tmp_path / "cache", {"claim_timeout_s": 1.0}
+    order = Order([FEW], options, strikes_in=passes[-1], signal=signal.SIGSTOP)
+    sleeper = builders.start(folder, order)
+    sleeper.wait_for(lambda: sleeper.state == "T")
+    assert builders.run(folder, Order([FEW], options)).error == ""
+    times = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    sleeper.send(signal.SIGCONT)
+    error = sleeper.wait().error
+    assert error.startswith(f"CacheError: {folder}: part 1 went to another process")
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == times
+    require_same(folder, few)
 
 
 def test_stopped_one_goes_on_while_another_builds_its_part(

@@ -59,6 +59,7 @@ class Order:
         strikes_at: number of the change to the store (a link, a rename, a removal) before which
             ``signal`` strikes; -1 for none. Between any two changes lies one such moment.
         strikes_on: instead, the start of a change's name, e.g. "link commits/": the first one.
+        strikes_in: instead, number of the pass of the target.
         signal: SIGKILL or SIGSTOP, which the builder sends to itself.
         delay_s: how much later it strikes, wherever the builder is then.
         mend: whether damage is mended before.
@@ -70,6 +71,7 @@ class Order:
     tap_layers: Sequence[int] | None = None
     strikes_at: int = -1
     strikes_on: str = ""
+    strikes_in: int = -1
     signal: int = signal.SIGKILL
     delay_s: float = 0.0
     mend: bool = False
@@ -237,8 +239,7 @@ def _fork(order: dict[str, Any], target: Target, living: set[int]) -> int:
 def _build(order: dict[str, Any], target: Target) -> None:
     build_module._POLL_S = 0.02
     changes = _Changes(Path(order["cache"]), order)
-    if order["pass_s"]:
-        target.decoder.register_forward_pre_hook(lambda *_: time.sleep(order["pass_s"]))
+    target.decoder.register_forward_pre_hook(changes.begin_pass)
     if order["tap_layers"] is not None:
         target.tap_layers = tuple(order["tap_layers"])
     rows = [row for count, seed in order["rows"] for row in many_rows(count, seed)]
@@ -262,7 +263,7 @@ class _Changes:
     def __init__(self, folder: Path, order: dict[str, Any]) -> None:
         self.names: list[str] = []
         self._folder, self._order = folder, order
-        self._struck = False
+        self._struck, self._passes = False, 0
         # Held while a claim is beaten, under a lock of the whole store: a process that stops there
         # stops all others too, which is not what is tested.
         self._beating = threading.RLock()
@@ -288,6 +289,13 @@ class _Changes:
         setattr(Path, "replace", watched_replace)  # noqa: B010
         setattr(Path, "unlink", watched_unlink)  # noqa: B010
         setattr(LocalStore, "swap", watched_swap)  # noqa: B010
+
+    def begin_pass(self, *_: object) -> None:
+        """Sees a pass of the target."""
+        if self._passes == self._order["strikes_in"]:
+            self._strike()
+        self._passes += 1
+        time.sleep(self._order["pass_s"])
 
     def _before(self, kind: str, path: Path) -> None:
         if not path.is_relative_to(self._folder):

@@ -101,15 +101,12 @@ class Case:
 
     @cached_property
     def arrays(self) -> list[Arrays]:
-        """What a build would make of every row, had it nothing in common with others."""
-        stub = cast("Target", Head(self.header.hidden_size, self.header.vocab_size))
-        encoder, found = StateEncoder(stub, self.header), []
+        """What reading every row must give, as it is stored."""
+        found = []
         for i, row in enumerate(self.rows):
-            states, finite = encoder.encode(self.taps(i), self.last(i))
-            ids = np.array(row.token_ids, np.int32)
-            found.append({**states, "input_ids": ids, "loss_mask": np.array(row.loss_mask)})
-            if not finite:
-                raise AssertionError("made-up states must be finite")
+            pieces = [self.piece(entry) for entry in self.plan.path(i)]
+            whole = {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]}
+            found.append({**whole, "loss_mask": np.array(row.loss_mask)})
         return found
 
     def piece(self, entry: int) -> Arrays:
@@ -117,9 +114,24 @@ class Case:
         plan = self.plan
         low, row = int(plan.offsets[entry]), int(plan.witnesses[entry])
         end = low + int(plan.lengths[entry])
-        found = {name: array[low:end] for name, array in self.arrays[row].items()}
+        found = {name: array[low:end] for name, array in self._encoded[row].items()}
         if entry >= plan.num_samples:
             found["loss_mask"] = np.zeros_like(found["loss_mask"])
+        return found
+
+    @cached_property
+    def _encoded(self) -> list[Arrays]:
+        """Every row, encoded alone. In the last bit, laws can depend on what is encoded with them:
+        what rows share is taken from one of them.
+        """
+        stub = cast("Target", Head(self.header.hidden_size, self.header.vocab_size))
+        encoder, found = StateEncoder(stub, self.header), []
+        for i, row in enumerate(self.rows):
+            states, finite = encoder.encode(self.taps(i), self.last(i))
+            if not finite:
+                raise AssertionError("made-up states must be finite")
+            ids = np.array(row.token_ids, np.int32)
+            found.append({**states, "input_ids": ids, "loss_mask": np.array(row.loss_mask)})
         return found
 
     def _states(self, row: int, *shape: int) -> Tensor:

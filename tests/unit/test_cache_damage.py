@@ -317,6 +317,40 @@ def test_mending_needs_the_rows_and_the_target_of_the_build(cache: Cache) -> Non
         mend_cache(LocalStore(cache.folder), cache.rows, cache.config, other)
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_lost_header_is_not_replaced_by_a_new_one(
+    pristine: Mapping[str, Cache], cache: Cache, finished: bool
+) -> None:
+    (cache.folder / HEADER_KEY).unlink()
+    if not finished:
+        (cache.folder / "manifest.json").unlink()
+        (cache.folder / commit_key(1)).unlink()
+    with pytest.raises(CacheError, match=r"cache\.json: missing header.*\n  fix: .*repair"):
+        cache.build()
+    cache.mend()
+    assert cache.build().parts_built == (0 if finished else 1)
+    require_same(cache.folder, pristine["bf16"].folder)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_lost_plan_is_not_replaced_by_a_plan_of_other_rows(
+    pristine: Mapping[str, Cache], cache: Cache, finished: bool
+) -> None:
+    (cache.folder / "plans" / "plan-00000000.npy").unlink()
+    if not finished:
+        (cache.folder / "manifest.json").unlink()
+    for rows in (many_rows(10, seed=4), cache.rows):
+        with pytest.raises(CacheError, match=r"plan-00000000\.npy: missing plan.*\n  fix: "):
+            Cache(cache.folder, rows, cache.config, cache.target).build()
+    if finished:  # its digest is known
+        cache.mend()
+        cache.build()
+        require_same(cache.folder, pristine["bf16"].folder)
+    else:
+        with pytest.raises(CacheError, match="cannot be made again"):
+            cache.mend()
+
+
 def test_header_with_any_flipped_bit_is_read_or_refused(cache: Cache) -> None:
     content = (cache.folder / HEADER_KEY).read_bytes()
     bits = np.random.default_rng(0).integers(0, len(content) * 8, 1500).tolist()

@@ -169,6 +169,22 @@ def test_unusable_prefix_takes_all_rows_that_pass_it(
     assert verify_cache(LocalStore(folder)).problems == ()
 
 
+def test_row_is_used_again_when_its_part_was_built_again_without_a_fault(
+    target: Target, tmp_path: Path
+) -> None:
+    forward = target.forward
+    poison(target, "last", torch.nan, [ROWS[4].token_ids])
+    small_build(target, tmp_path, ROWS)
+    target.forward = forward  # type: ignore[method-assign]
+    for record in (tmp_path / "commits").iterdir():
+        if ROWS[4].source in record.read_text():
+            record.unlink()
+    assert small_build(target, tmp_path, ROWS).parts_built == 1
+    assert kept(tmp_path) == [list(row.token_ids) for row in ROWS]
+    assert manifest_of(tmp_path).skipped == ()
+    assert not (tmp_path / "quarantine.jsonl").exists()
+
+
 def test_quarantine_outlives_interruption_and_growth(target: Target, tmp_path: Path) -> None:
     forward = target.forward
     poison(target, "last", torch.nan, [ROWS[4].token_ids])

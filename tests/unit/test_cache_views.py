@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -180,8 +181,9 @@ def test_table_shows_every_choice(estimate: Estimate, free: int | None, fits: st
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(estimate_table(replace(estimate, free_bytes=free)))
     text = console.export_text(clear=False)
-    lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()[2:]]
-    assert len(lines) == len(estimate.choices)
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
+    lines = rows[-len(estimate.choices) :]
+    assert {len(cells) for cells in lines} == {10}
     for choice, cells in zip(estimate.choices, lines, strict=True):
         assert cells[0] == choice.taps.value
         assert cells[2] == f"{choice.token_bytes:,.0f}"
