@@ -13,7 +13,6 @@ import argparse
 import mmap
 import multiprocessing
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -256,11 +255,20 @@ def memory_of(name: str, scratch: str) -> int:
     writer = {"raw": write_raw, "ours": write_ours, "zarr-python": write_zarr}[name]
     writer(folder, [{n: a[:64] for n, a in rows[0].items()}])
     shutil.rmtree(folder)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The peak is set back; getrusage's would be that of the process that started this one.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
     folder.mkdir()
     writer(folder, rows)
     shutil.rmtree(folder)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return status_bytes("VmHWM") - before
+
+
+def status_bytes(name: str) -> int:
+    """A figure of /proc/self/status."""
+    text = Path("/proc/self/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def bench_read(scratch: Path, options: Options) -> None:
