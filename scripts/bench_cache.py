@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from data.cache.plan import Plan
 
 LAYERS, WIDTH, VOCABULARY = 5, 2560, 151_936
-SAMPLES, SHORTEST, LONGEST = 26, 200, 4000
+SAMPLES, LONGEST = 26, 4000
 FIELDS = ("input_ids", "loss_mask", "attention_mask", "hidden", "last_hidden")
 Row = dict[str, np.ndarray]
 Options = argparse.Namespace
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("what", choices=("write", "read", "size", "build"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", default=None, help="where to write (default: /dev/shm)")
+    parser.add_argument("--shortest", type=int, default=200, help="tokens; for read")
     parser.add_argument("--target", default="outputs/targets/smollm2-135m")
     parser.add_argument("--rows", default="outputs/demo/rows.jsonl")
     parser.add_argument("--allocator", action="store_true", help="as the command sets it")
@@ -62,10 +63,10 @@ def main() -> None:
 # ---- what is compared -----------------------------------------------------------------------
 
 
-def samples() -> list[Row]:
-    """Samples of log-uniform length; random bits, since nothing is compressed."""
+def samples(shortest: int = 200) -> list[Row]:
+    """Samples of log-uniform length up to `LONGEST`; random bits, since nothing is compressed."""
     generator = np.random.default_rng(0)
-    low, high = float(np.log(SHORTEST)), float(np.log(LONGEST))
+    low, high = float(np.log(shortest)), float(np.log(LONGEST))
     lengths = np.exp(generator.uniform(low, high, SAMPLES)).astype(int)
     return [
         {
@@ -279,7 +280,7 @@ def bench_read(scratch: Path, options: Options) -> None:
     from data.config import Check
     from data.pool import BufferPool
 
-    rows = samples()
+    rows = samples(options.shortest)
     for name in ("raw", "ours"):
         (scratch / name).mkdir()
     write_raw(scratch / "raw", rows)

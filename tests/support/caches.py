@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from data.cache.build import BuildSummary, build_cache
 from data.cache.finish import QUARANTINE_KEY
 from data.cache.read import CacheReader
 from data.cache.records import COMMITS, Manifest
+from data.cache.repair import Mended, mend_cache
 from data.cache.store import LocalStore, Store
 from data.cache.verify import verify_cache
 from data.config import CacheConfig
@@ -39,6 +42,32 @@ def small_build(
     """Builds, resumes or extends a cache as `small_config` says."""
     fingerprint = Fingerprint.of_target(target)
     return build_cache(target, rows, small_config(**options), store, fingerprint)
+
+
+@dataclass(frozen=True)
+class SmallCache:
+    """A cache and what it is built from."""
+
+    folder: Path
+    rows: Sequence[Row]
+    config: CacheConfig
+    target: Target
+
+    def build(self) -> BuildSummary:
+        """Builds, resumes or completes it."""
+        fingerprint = Fingerprint.of_target(self.target)
+        return build_cache(self.target, self.rows, self.config, self.folder, fingerprint)
+
+    def mend(self) -> Mended:
+        """Removes what is damaged."""
+        taps = json.dumps(list(self.target.tap_layers))
+        fingerprint = Fingerprint.of_target(self.target).extended(tap_layers=taps)
+        return mend_cache(LocalStore(self.folder), self.rows, self.config, fingerprint)
+
+    def copy(self, folder: Path) -> "SmallCache":
+        """A copy elsewhere."""
+        shutil.copytree(self.folder, folder)
+        return SmallCache(folder, self.rows, self.config, self.target)
 
 
 @contextlib.contextmanager

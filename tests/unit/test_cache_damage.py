@@ -1,11 +1,7 @@
 """Damage of any file: the right values or an error that names it; reported, and mended."""
 
-import contextlib
-import json
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +9,18 @@ import numpy as np
 import pytest
 
 from data.batch import Row
-from data.cache.build import BuildSummary, build_cache
-from data.cache.format import HEADER_KEY, Header
 from data.cache.read import CacheReader
-from data.cache.records import commit_key
-from data.cache.repair import Mended, mend_cache
 from data.cache.store import LocalStore
 from data.cache.verify import verify_cache
-from data.config import CacheConfig
-from data.errors import CacheError, ShardError, UserError
-from data.fingerprint import Fingerprint
+from data.errors import ShardError, UserError
 from data.target import Target
 from tests.support.builders import many_rows
 from tests.support.caches import (
+    SmallCache,
     all_values,
     data_files,
     ignore_fsync,
     manifest_of,
-    normal_form,
     require_same,
     row_values,
     small_config,
@@ -72,40 +62,19 @@ def branching_rows() -> list[Row]:
     return named[::2] + named[1::2]
 
 
-@dataclass(frozen=True)
-class Cache:
-    folder: Path
-    rows: Sequence[Row]
-    config: CacheConfig
-    target: Target
-
-    def build(self) -> BuildSummary:
-        fingerprint = Fingerprint.of_target(self.target)
-        return build_cache(self.target, self.rows, self.config, self.folder, fingerprint)
-
-    def mend(self) -> Mended:
-        taps = json.dumps(list(self.target.tap_layers))
-        fingerprint = Fingerprint.of_target(self.target).extended(tap_layers=taps)
-        return mend_cache(LocalStore(self.folder), self.rows, self.config, fingerprint)
-
-    def copy(self, folder: Path) -> "Cache":
-        shutil.copytree(self.folder, folder)
-        return Cache(folder, self.rows, self.config, self.target)
-
-
 @pytest.fixture(scope="module")
-def pristine(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cache]:
+def pristine(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallCache]:
     found = {}
     for name, options in VARIANTS.items():
         rows = branching_rows() if name == "shared" else many_rows(10, seed=3)
         config = small_config(**options)
-        found[name] = Cache(tmp_path_factory.mktemp("cache") / name, rows, config, target)
+        found[name] = SmallCache(tmp_path_factory.mktemp("cache") / name, rows, config, target)
         assert found[name].build().manifest.num_parts >= 3
     return found
 
 
 @pytest.fixture
-def cache(pristine: Mapping[str, Cache], tmp_path: Path) -> Cache:
+def cache(pristine: Mapping[str, SmallCache], tmp_path: Path) -> SmallCache:
     return pristine["bf16"].copy(tmp_path / "cache")
 
 
@@ -201,7 +170,7 @@ def require_reported(folder: Path, damage: Damage, bad: set[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_damage_anywhere_is_an_error_or_harmless_is_reported_and_can_be_mended(
-    pristine: Mapping[str, Cache], tmp_path: Path, variant: str
+    pristine: Mapping[str, SmallCache], tmp_path: Path, variant: str
 ) -> None:
     cache = pristine[variant].copy(tmp_path / "cache")
     folder, expected = cache.folder, all_values(cache.folder)
@@ -231,7 +200,7 @@ def test_damage_anywhere_is_an_error_or_harmless_is_reported_and_can_be_mended(
     assert len(seen) > 0.5 * len(kinds) * len(set(Damage.HOW))
 
 
-def test_swapped_shards_of_equal_size_are_told_apart(cache: Cache) -> None:
+def test_swapped_shards_of_equal_size_are_told_apart(cache: SmallCache) -> None:
     # Their indices are equal, and every chunk's checksum fits.
     for name, suffix in (("hidden", ".0.0"), ("last_hidden", ".0"), ("input_ids", "")):
         by_size = defaultdict(list)
@@ -249,121 +218,3 @@ def test_swapped_shards_of_equal_size_are_told_apart(cache: Cache) -> None:
         one.write_bytes(contents[0])
         other.write_bytes(contents[1])
     assert verify_cache(LocalStore(cache.folder)).problems == ()
-
-
-def test_part_of_another_cache_is_refused(cache: Cache, target: Target, tmp_path: Path) -> None:
-    rows = many_rows(10, seed=4)
-    other = Cache(tmp_path / "other", rows, cache.config, target)
-    other.build()
-    for path in other.folder.rglob("c.1*"):
-        if path.parent.name not in ("samples",):
-            shutil.copy(path, cache.folder / path.relative_to(other.folder))
-    shutil.copy(other.folder / commit_key(1), cache.folder / commit_key(1))
-    with pytest.raises(ShardError, match=r"part-00000001\.json: belongs to another cache"):
-        all_values(cache.folder)
-    assert verify_cache(LocalStore(cache.folder)).problems
-
-
-@pytest.mark.parametrize("part", [0, 2])
-def test_removed_commit_record_rebuilds_that_part_and_nothing_else(
-    pristine: Mapping[str, Cache], cache: Cache, part: int
-) -> None:
-    (cache.folder / commit_key(part)).unlink()
-    with pytest.raises(ShardError, match=f"part-{part:08d}.json"):
-        all_values(cache.folder)
-    objects = [p for p in cache.folder.rglob("data.zarr/*/c.*") if p.is_file()]
-    times = {p: p.stat().st_mtime_ns for p in objects}
-    summary = cache.build()
-    assert summary.parts_built == 1
-    assert summary.check is not None
-    rebuilt = {p for p, old in times.items() if p.stat().st_mtime_ns != old}
-    assert rebuilt == {p for p in objects if p.name.split(".")[1] == str(part)}
-    require_same(cache.folder, pristine["bf16"].folder)
-
-
-def test_build_on_a_finished_cache_with_a_lost_object_names_it(cache: Cache) -> None:
-    path = cache.folder / "data.zarr" / "last_hidden" / "c.1.0"
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ShardError, match=f"c.1.0: has {size - 1} bytes, not {size}"):
-        cache.build()
-    path.unlink()
-    with pytest.raises(ShardError, match=r"c\.1\.0: is missing.*\n  fix: .*repair"):
-        cache.build()
-
-
-def test_mending_a_sound_or_an_unfinished_cache_changes_nothing(cache: Cache) -> None:
-    before = normal_form(cache.folder)
-    assert cache.mend() == Mended((), ())
-    assert normal_form(cache.folder) == before
-    (cache.folder / "manifest.json").unlink()
-    (cache.folder / commit_key(1)).unlink()
-    assert cache.mend() == Mended((), ())
-    assert cache.build().parts_built == 1
-    assert normal_form(cache.folder) == before
-
-
-def test_mending_needs_the_rows_and_the_target_of_the_build(cache: Cache) -> None:
-    plan = cache.folder / "plans" / "plan-00000000.npy"
-    content = plan.read_bytes()
-    plan.write_bytes(content[:-1])
-    fewer = Cache(cache.folder, cache.rows[:-1], cache.config, cache.target)
-    with pytest.raises(CacheError, match=r"plan-00000000\.npy: damaged, and cannot be made again"):
-        fewer.mend()
-    plan.write_bytes(content)
-    (cache.folder / "fingerprint.json").write_bytes(b"{}")
-    other = Fingerprint({"target_weights": "others"})
-    with pytest.raises(CacheError, match="this target is not the one"):
-        mend_cache(LocalStore(cache.folder), cache.rows, cache.config, other)
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_lost_header_is_not_replaced_by_a_new_one(
-    pristine: Mapping[str, Cache], cache: Cache, finished: bool
-) -> None:
-    (cache.folder / HEADER_KEY).unlink()
-    if not finished:
-        (cache.folder / "manifest.json").unlink()
-        (cache.folder / commit_key(1)).unlink()
-    with pytest.raises(CacheError, match=r"cache\.json: missing header.*\n  fix: .*repair"):
-        cache.build()
-    cache.mend()
-    assert cache.build().parts_built == (0 if finished else 1)
-    require_same(cache.folder, pristine["bf16"].folder)
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_lost_plan_is_not_replaced_by_a_plan_of_other_rows(
-    pristine: Mapping[str, Cache], cache: Cache, finished: bool
-) -> None:
-    (cache.folder / "plans" / "plan-00000000.npy").unlink()
-    if not finished:
-        (cache.folder / "manifest.json").unlink()
-    for rows in (many_rows(10, seed=4), cache.rows):
-        with pytest.raises(CacheError, match=r"plan-00000000\.npy: missing plan.*\n  fix: "):
-            Cache(cache.folder, rows, cache.config, cache.target).build()
-    if finished:  # its digest is known
-        cache.mend()
-        cache.build()
-        require_same(cache.folder, pristine["bf16"].folder)
-    else:
-        with pytest.raises(CacheError, match="cannot be made again"):
-            cache.mend()
-
-
-def test_header_with_any_flipped_bit_is_read_or_refused(cache: Cache) -> None:
-    content = (cache.folder / HEADER_KEY).read_bytes()
-    bits = np.random.default_rng(0).integers(0, len(content) * 8, 1500).tolist()
-    for bit in bits:
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        with contextlib.suppress(CacheError):
-            Header.parse(bytes(flipped), "cache.json")
-
-
-@pytest.mark.parametrize("change", [{"version": 1}, {"version": 3}, {"format": "other"}])
-def test_cache_of_another_version_is_refused(cache: Cache, change: dict[str, Any]) -> None:
-    path = cache.folder / HEADER_KEY
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(CacheError, match=r"(?s)cache\.json: .*this version reads.*fix: use"):
-        CacheReader(cache.folder)
