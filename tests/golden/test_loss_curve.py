@@ -44,7 +44,7 @@ def train_curve(target: Target, reader: CacheReader) -> Curve:
     for step, loaded in enumerate(loader.steps(0, STEPS)):
         set_lr(optimizer, lr_at(step, STEPS, OPTIM.lr, OPTIM.warmup_ratio))
         heads, batches = loaded.heads, loaded.batches
-        result = accumulate_step(draft, draft.frozen, heads, batches, OBJECTIVE, SEED, accelerator)
+        result = accumulate_step(draft, heads, batches, OBJECTIVE, SEED, accelerator)
         accelerator.clip_grad_norm_(draft.parameters(), OPTIM.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -43,9 +43,10 @@ def train_step(
     taps = torch.randn(1, 6, len(TAPS), 64, generator=generator)
     ids = torch.randint(0, 256, (1, 6), generator=generator)
     slots = torch.ones(1, 1, 4, dtype=torch.bool)
-    logits, confidence = draft(taps, ids, torch.tensor([[1]]), slots)
+    logits, confidence = draft.slot_logits(taps, ids, torch.tensor([[1]]), slots)
     loss = logits.logsumexp(-1).mean() - logits[:, 3].mean()
     if weight:
+        assert confidence is not None
         loss = loss + (confidence - weight).square().mean()
     loss.backward()
     optimizer.step()

@@ -32,10 +32,10 @@ def test_draft_gives_the_cpus_logits(tiny_folder: Path) -> None:
     taps, ids = torch.randn(2, 12, len(TAPS), 64), torch.randint(0, 256, (2, 12))
     anchors = torch.tensor([[2, 5], [0, 7]])
     mask = torch.ones(2, 2, 4, dtype=torch.bool)
-    expected, _ = draft(taps, ids, anchors, mask)
+    expected, _ = draft.slot_logits(taps, ids, anchors, mask)
     moved = draft.to(CUDA)
     moved.frozen = draft.frozen.to(CUDA, torch.float32)
-    found, _ = moved(taps.to(CUDA), ids.to(CUDA), anchors.to(CUDA), mask.to(CUDA))
+    found, _ = moved.slot_logits(taps.to(CUDA), ids.to(CUDA), anchors.to(CUDA), mask.to(CUDA))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
 
 

@@ -62,7 +62,7 @@ def require_naive(draft: Draft) -> None:
     taps, ids = random_rows()
     slot_mask = counted(draft.shape.block_size)
     with torch.no_grad():
-        logits, confidence = draft(taps, ids, torch.tensor(ANCHORS), slot_mask)
+        logits, confidence = draft.slot_logits(taps, ids, torch.tensor(ANCHORS), slot_mask)
         states = draft.states(taps, ids, torch.tensor(ANCHORS))
     at, net = 0, naive_net(draft)
     for row, anchors in enumerate(ANCHORS):
@@ -131,7 +131,9 @@ def test_decoding_in_pieces_equals_training(target: Target, options: dict[str, A
         proposal = drafter.propose(tokens[: anchor + 1], 100, forced)
         slot_mask = torch.ones(1, 1, size, dtype=torch.bool)
         with torch.no_grad():
-            logits, confidence = draft(taps[:1], ids[:1], torch.tensor([[anchor]]), slot_mask)
+            logits, confidence = draft.slot_logits(
+                taps[:1], ids[:1], torch.tensor([[anchor]]), slot_mask
+            )
         assert proposal.tokens == tokens[anchor + 1 : anchor + 1 + size]
         assert proposal.probs is not None
         torch.testing.assert_close(proposal.probs, logits.softmax(-1), rtol=1e-4, atol=1e-6)
@@ -167,8 +169,9 @@ def test_a_draft_in_bf16_computes_confidence(target: Target, rank: int) -> None:
     draft = tiny_draft(target, head_rank=rank).to(torch.bfloat16)
     taps, ids = random_rows()
     with torch.no_grad():
-        logits, confidence = draft(taps, ids, torch.tensor(ANCHORS), counted(4))
+        logits, confidence = draft.slot_logits(taps, ids, torch.tensor(ANCHORS), counted(4))
     assert logits.dtype == torch.float32
+    assert confidence is not None
     assert confidence.shape == logits.shape[:1]
 
 

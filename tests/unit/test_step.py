@@ -73,9 +73,7 @@ def step_of(
     seed: int,
     accelerator: Accelerator,
 ) -> StepResult:
-    return accumulate_step(
-        draft, draft.frozen, micro_batches, micro_batches, config, seed, accelerator
-    )
+    return accumulate_step(draft, micro_batches, micro_batches, config, seed, accelerator)
 
 
 def gradients(

@@ -13,16 +13,17 @@ from torch import Tensor
 from data.batch import Batch
 from data.cache.read import CacheReader
 from data.config import Codec
-from data.target import FrozenHead, LogitTransform
+from data.target import LogitTransform
 from tests.support.cached import Case, header_of, make_case, mixed_rows, write_cache
 from tests.support.naive import accept_rate
-from train.loop.step import target_law
+from train.loop.step import target_laws
+from train.objective.fused import FrozenLogits, target_law
 from train.objective.losses import TermWeights, objective
 
 CPU = torch.device("cpu")
 WIDTH, VOCAB = 16, 259
 HEAD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0))
-FROZEN = FrozenHead(HEAD, HEAD, None, 1.0, LogitTransform())
+FROZEN = FrozenLogits(HEAD, LogitTransform())
 ROWS = [3, 7, 2]
 
 
@@ -43,7 +44,8 @@ def positions(batch: Batch) -> list[tuple[int, int, int]]:
 def test_law_is_the_kept_probabilities_and_nothing_else(tmp_path: Path, k: int) -> None:
     batch, case = batch_of(tmp_path, None, k)
     places = positions(batch)
-    law = target_law(FROZEN, batch, torch.tensor([flat for _, _, flat in places]))
+    laws = target_laws(batch, torch.tensor([flat for _, _, flat in places]))
+    law = target_law(laws, FROZEN, torch.arange(len(places)))
     assert law.shape == (len(places), VOCAB)
     assert law.dtype == torch.float32
     mass = float(law.sum(-1).mean())
@@ -60,7 +62,8 @@ def test_law_is_the_kept_probabilities_and_nothing_else(tmp_path: Path, k: int) 
 def test_stored_last_state_goes_before_the_kept_law(tmp_path: Path) -> None:
     batch, case = batch_of(tmp_path, Codec.bf16, 3)
     places = positions(batch)
-    law = target_law(FROZEN, batch, torch.tensor([flat for _, _, flat in places]))
+    laws = target_laws(batch, torch.tensor([flat for _, _, flat in places]))
+    law = target_law(laws, FROZEN, torch.arange(len(places)))
     for (b, t, _), mine in zip(places, law, strict=True):
         state = case.last(ROWS[b])[t].bfloat16().float()
         torch.testing.assert_close(mine, (HEAD @ state).softmax(-1), rtol=1e-5, atol=1e-7)
@@ -69,7 +72,7 @@ def test_stored_last_state_goes_before_the_kept_law(tmp_path: Path) -> None:
 def test_batch_without_any_law_is_an_error() -> None:
     nothing: Any = SimpleNamespace(last=None, topk=None)
     with pytest.raises(ValueError, match="without last state and without top-k"):
-        target_law(FROZEN, nothing, torch.tensor([0]))
+        target_laws(nothing, torch.tensor([0]))
 
 
 def random_slots(seed: int, slots: int, vocab: int, kept: int) -> tuple[Tensor, ...]:

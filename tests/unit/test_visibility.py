@@ -71,13 +71,15 @@ def test_a_previous_token_changes_the_logits_of_its_own_slot(setup: Setup) -> No
     places = [(p, k) for p in ANCHORS for k in range(SLOTS) if p + k < LENGTH]
     slot_mask = torch.tensor([[[p + k < LENGTH for k in range(SLOTS)] for p in ANCHORS]])
     inputs = (setup.taps, setup.ids, setup.anchors, slot_mask)
-    base, base_confidence = setup.draft(*inputs)
+    base, base_confidence = setup.draft.slot_logits(*inputs)
     for j in range(LENGTH):
         kept = int(setup.ids[0, j])
         setup.ids[0, j] = (kept + 1) % 256
-        logits, confidence = setup.draft(*inputs)
+        logits, confidence = setup.draft.slot_logits(*inputs)
         expected = [j in (p, p + k) for p, k in places]
         assert (logits != base).any(-1).tolist() == expected, j
+        assert confidence is not None
+        assert base_confidence is not None
         assert (confidence != base_confidence).tolist() == expected, j
         setup.ids[0, j] = kept
 
@@ -94,9 +96,9 @@ def test_moving_one_block_leaves_the_others(setup: Setup) -> None:
 def test_padding_of_rows_and_anchors_changes_nothing(setup: Setup) -> None:
     slot_mask = torch.ones(1, 4, SLOTS, dtype=torch.bool)
     slot_mask[0, 3, 2:] = False
-    logits, confidence = setup.draft(setup.taps, setup.ids, setup.anchors, slot_mask)
+    logits, confidence = setup.draft.slot_logits(setup.taps, setup.ids, setup.anchors, slot_mask)
     garbage = torch.full((1, 5, len(TAPS), 64), 1e3)
-    padded = setup.draft(
+    padded = setup.draft.slot_logits(
         torch.cat([setup.taps, garbage], 1),
         torch.nn.functional.pad(setup.ids, (0, 5), value=7),
         torch.nn.functional.pad(setup.anchors, (0, 3)),

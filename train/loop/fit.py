@@ -116,7 +116,6 @@ def fit(
             set_lr(optimizer, rate)
             result = accumulate_step(
                 model,
-                draft.frozen,
                 loaded.heads,
                 loaded.batches,
                 config.objective,

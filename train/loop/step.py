@@ -8,13 +8,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batch import Batch, BatchHead
+from data.batch import Batch, BatchHead, TopK
 from data.cache.stored import StoredBatch
-from data.target import FrozenHead
 from train.config import ObjectiveConfig
 from train.loop.reduce import sum_over_ranks
+from train.models.draft import Draft
 from train.objective.anchors import Blocks, draw_blocks, slot_weights
-from train.objective.losses import Terms, TermWeights, objective
+from train.objective.fused import FrozenLogits, Slots, TargetLaws, fused_objective
+from train.objective.losses import Terms, confidence_terms
 from train.objective.metrics import metric_sums
 
 
@@ -33,44 +34,61 @@ class StepResult:
 
 def micro_batch_terms(
     model: nn.Module,
-    frozen: FrozenHead,
+    draft: Draft,
     batch: Batch,
     blocks: Blocks,
     config: ObjectiveConfig,
     denominator: float,
 ) -> Terms:
-    """Forward pass and objective of one micro-batch."""
-    logits, confidence = model(batch.taps, batch.token_ids, blocks.anchor_pos, blocks.slot_mask)
+    """Forward pass and objective of one micro-batch.
+
+    Args:
+        model: the draft, as the accelerator wrapped it.
+        draft: the draft itself.
+        batch: the rows.
+        blocks: their blocks.
+        config: weights of the terms.
+        denominator: of the optimizer step.
+    """
     flat = flat_positions(batch, blocks)
-    # Blocks overlap: the target's law is computed once per distinct position.
-    distinct, inverse = flat.unique(return_inverse=True)
-    with torch.no_grad():
-        target_probs = target_law(frozen, batch, distinct)[inverse]
+    # Blocks overlap: a target law and a bias are computed once per distinct position.
+    distinct, position = flat.unique(return_inverse=True)
+    out = model(
+        batch.taps, batch.token_ids, blocks.anchor_pos, blocks.slot_mask, distinct, position
+    )
     weights = slot_weights(blocks.slot_mask, config.decay_scale)[blocks.slot_mask]
-    return objective(
-        logits,
-        target_probs,
-        labels=batch.token_ids.flatten()[flat + 1],
-        weights=weights,
-        confidence_logits=confidence,
-        term_weights=TermWeights(config.ce_weight, config.l1_weight, config.confidence_weight),
-        denominator=denominator,
+    labels = batch.token_ids.flatten()[flat + 1]
+    fused = fused_objective(
+        out.states,
+        None if draft.head_weight is None else out.embedded,
+        draft.head_weight,
+        Slots(position, labels, weights / denominator),
+        target_laws(batch, distinct),
+        FrozenLogits(draft.frozen.head, draft.frozen.transform),
+        config.ce_weight,
+        config.l1_weight,
+        shared=True,
+    )
+    confidence = confidence_terms(out.confidence, fused.accept, weights)
+    return Terms(
+        loss=fused.loss + config.confidence_weight * confidence.bce_sum / denominator,
+        ce_sum=(weights * fused.ce).sum(),
+        l1_sum=(weights * fused.l1).sum(),
+        confidence_sum=confidence.bce_sum.detach(),
+        accept_rate=fused.accept,
+        confidence=confidence.rate,
     )
 
 
-def target_law(frozen: FrozenHead, batch: Batch, flat: Tensor) -> Tensor:
-    """The target's law at some flat positions ``row * T + t``, fp32 ``[n, V]``.
-
-    From the stored last state, else from its top-k: raw, the tail dropped, which makes acceptance
-    a strict lower bound; renormalised or bucketed tails bias it more.
+def target_laws(batch: Batch, flat: Tensor) -> TargetLaws:
+    """The target's laws at some flat positions ``row * T + t``: from the stored last state, else
+    from its top-k, raw, the tail dropped.
     """
     if batch.last is not None:
-        return frozen.logits(batch.last.flatten(0, 1)[flat]).softmax(-1)
+        return TargetLaws(batch.last.flatten(0, 1)[flat])
     if batch.topk is None:
         raise ValueError("a batch without last state and without top-k")
-    probs = batch.topk.logprobs.flatten(0, 1)[flat].exp()
-    law = probs.new_zeros(len(flat), frozen.head.shape[0])
-    return law.scatter_(-1, batch.topk.ids.flatten(0, 1)[flat], probs)
+    return TargetLaws(None, TopK(*(t.flatten(0, 1)[flat] for t in vars(batch.topk).values())))
 
 
 def flat_positions(batch: Batch, blocks: Blocks) -> Tensor:
@@ -85,7 +103,6 @@ def flat_positions(batch: Batch, blocks: Blocks) -> Tensor:
 
 def accumulate_step(
     model: nn.Module,
-    frozen: FrozenHead,
     heads: Sequence[BatchHead],
     micro_batches: Iterable[Batch | StoredBatch],
     config: ObjectiveConfig,
@@ -97,7 +114,8 @@ def accumulate_step(
     The denominator comes from the masks of all micro-batches of all ranks before the first
     forward pass, so that a token weighs the same in whichever micro-batch it lies.
     """
-    block_size = accelerator.unwrap_model(model).shape.block_size
+    draft = accelerator.unwrap_model(model)
+    block_size = draft.shape.block_size
     blocks = [draw_blocks(h, config.num_anchors, block_size, seed) for h in heads]
     local = sum(float(slot_weights(b.slot_mask, config.decay_scale).double().sum()) for b in blocks)
     denominator = sum_over_ranks(accelerator, local)
@@ -106,7 +124,7 @@ def accumulate_step(
         batch, block = host_batch.to(accelerator.device), host_blocks.to(accelerator.device)
         last = i == len(blocks) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            terms = micro_batch_terms(model, frozen, batch, block, config, max(denominator, 1e-9))
+            terms = micro_batch_terms(model, draft, batch, block, config, max(denominator, 1e-9))
             # DDP averages over ranks; the denominator is already the sum over them.
             accelerator.backward(terms.loss * accelerator.num_processes)
         found = metric_sums(terms.accept_rate, terms.confidence, block.slot_mask)

@@ -11,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from train.models.precision import widen
 
+_GROUP = 16  # blocks of one group: larger ones see more context than they need
+
 
 def context_visible(anchor_pos: Int[Tensor, "B N"], num_context: int) -> Bool[Tensor, "B N C"]:
     """Context tokens that the block of each anchor sees: strictly before the anchor.
@@ -57,6 +59,45 @@ def block_attention(
     context_out = context_out.view(B, G, H // G, N, K, E).permute(0, 3, 4, 1, 2, 5)
     block_out = torch.einsum("bgrnkj,bnjge->bnkgre", probs[..., C:], block_value)
     return (context_out + block_out).reshape(B, N, K, H, E)
+
+
+def grouped_attention(
+    query: Float[Tensor, "B N K H E"],
+    context_key: Float[Tensor, "B C G E"],
+    context_value: Float[Tensor, "B C G E"],
+    block_key: Float[Tensor, "B N K G E"],
+    block_value: Float[Tensor, "B N K G E"],
+    visible: Bool[Tensor, "B N C"] | None,
+) -> Float[Tensor, "B N K H E"]:
+    """The same as `block_attention`, a few blocks at a time, each over the context they can see.
+
+    Anchors are sorted, so that the context of a group ends at its last anchor: half of the scores
+    that a dense attention computes and masks are never made, and what is made stays in the cache.
+    """
+    N = query.shape[1]
+    # On CUDA the end of a context would have to be waited for.
+    if visible is None or query.is_cuda:
+        return block_attention(query, context_key, context_value, block_key, block_value, visible)
+    found = []
+    for begin in range(0, N, _GROUP):
+        part = slice(begin, begin + _GROUP)
+        end = _context_end(visible[:, part])
+        found.append(
+            block_attention(
+                query[:, part],
+                context_key[:, :end],
+                context_value[:, :end],
+                block_key[:, part],
+                block_value[:, part],
+                visible[:, part, :end],
+            )
+        )
+    return torch.cat(found, dim=1)
+
+
+def _context_end(visible: Bool[Tensor, "B n C"]) -> int:
+    """Context tokens up to the last one that any of some blocks sees."""
+    return max(int(visible.any(0).any(0).sum()), 1)  # shapes stay simple; it is masked
 
 
 def dense_attention(

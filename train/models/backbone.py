@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from train.models.attention import block_attention
+from train.models.attention import grouped_attention
 from train.models.precision import widen
 from train.models.rope import rotate
 
@@ -61,7 +61,7 @@ class BlockAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * E, D, bias=False)
         self.q_norm = RMSNorm(E, config.rms_norm_eps)
         self.k_norm = RMSNorm(E, config.rms_norm_eps)
-        self.attend: Attention = block_attention
+        self.attend: Attention = grouped_attention
 
     def keys_values(self, x: Float[Tensor, "*s D"], rope: Rope) -> ContextKeysValues:
         """Keys (normed and rotated) and values of context features or block states."""

@@ -90,6 +90,21 @@ class DraftShape:
         return cls(**value)
 
 
+@dataclass(frozen=True)
+class SlotOutput:
+    """The counted slots of a batch.
+
+    Attributes:
+        states: final-normed.
+        embedded: input of the sequential head's last matrix, one a distinct position.
+        confidence: logit of conditional survival, or None.
+    """
+
+    states: Float[Tensor, "S D"]
+    embedded: Float[Tensor, "P R"]
+    confidence: Float[Tensor, " S"] | None
+
+
 class Draft(nn.Module):
     """The trained part. Embedding and head are the target's: they are held beside the module, so
     that they are never trained, saved, or copied between ranks.
@@ -132,12 +147,34 @@ class Draft(nn.Module):
         token_ids: Int[Tensor, "B T"],
         anchor_pos: Int[Tensor, "B N"],
         slot_mask: Bool[Tensor, "B N K"],
-    ) -> tuple[Float[Tensor, "S V"], Float[Tensor, " S"] | None]:
-        """Logits and confidence logits of the counted slots, teacher-forced, for training.
+        distinct: Int[Tensor, " P"],
+        position: Int[Tensor, " S"],
+    ) -> SlotOutput:
+        """What training needs of the counted slots, teacher-forced, before any vocabulary.
 
         The previous token of slot k is the row's own token at ``anchor_pos + k``. Slots that do
         not count take part in their block's attention but never reach the head.
+
+        Args:
+            taps: of the batch.
+            token_ids: of the batch.
+            anchor_pos: sorted anchors of every row.
+            slot_mask: slots that count.
+            distinct: flat positions ``row * T + t`` of their previous tokens, each once.
+            position: index into them of every counted slot.
         """
+        states = self.states(taps, token_ids, anchor_pos)[slot_mask]
+        embedded = self.embed_previous(token_ids.flatten()[distinct])
+        return SlotOutput(states, embedded, self.confidence_logits(states, embedded[position]))
+
+    def slot_logits(
+        self,
+        taps: Float[Tensor, "B T M D"],
+        token_ids: Int[Tensor, "B T"],
+        anchor_pos: Int[Tensor, "B N"],
+        slot_mask: Bool[Tensor, "B N K"],
+    ) -> tuple[Float[Tensor, "S V"], Float[Tensor, " S"] | None]:
+        """Logits and confidence logits of the counted slots: the plain way, for comparison."""
         states = self.states(taps, token_ids, anchor_pos)[slot_mask]
         slots = torch.arange(self.shape.block_size, device=anchor_pos.device)
         positions = (anchor_pos.unsqueeze(-1) + slots).clamp_max(token_ids.shape[1] - 1)
@@ -145,6 +182,11 @@ class Draft(nn.Module):
         embedded = self.embed_previous(previous)
         logits = self.base_logits(states) + self.head_bias(embedded)
         return logits, self.confidence_logits(states, embedded)
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V R"] | None:
+        """Last matrix of the sequential head, None without one."""
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
     def states(
         self,

@@ -45,6 +45,38 @@ class Terms:
     confidence: Float[Tensor, " S"] | None
 
 
+@dataclass(frozen=True)
+class ConfidenceTerms:
+    """What the confidence head gives.
+
+    Attributes:
+        bce_sum: weighted sum of its BCE; 0 without a head.
+        rate: predicted chance (no gradient); None without a head.
+    """
+
+    bce_sum: Float[Tensor, ""]
+    rate: Float[Tensor, " S"] | None
+
+
+def confidence_terms(
+    logits: Float[Tensor, " S"] | None,
+    accepted: Float[Tensor, " S"],
+    weights: Float[Tensor, " S"],
+) -> ConfidenceTerms:
+    """BCE of the confidence head against the chance of survival (DSpark Eq. 11).
+
+    Args:
+        logits: of the head, or None without one.
+        accepted: chance that the slot's draft survives; constant.
+        weights: slot weights.
+    """
+    if logits is None:
+        return ConfidenceTerms(accepted.new_zeros(()), None)
+    wide = logits.to(accepted.dtype)
+    bce = binary_cross_entropy_with_logits(wide, accepted, reduction="none")
+    return ConfidenceTerms((weights * bce).sum(), wide.detach().sigmoid())
+
+
 def objective(
     draft_logits: Float[Tensor, "S V"],
     target_probs: Float[Tensor, "S V"],
@@ -77,14 +109,10 @@ def objective(
     ce_sum = zero
     if term_weights.ce > 0:
         ce_sum = -(weights * log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).sum()
-    confidence_sum, confidence = zero, None
-    if confidence_logits is not None:
-        confidence = confidence_logits.detach().float().sigmoid()
-        if term_weights.confidence > 0:
-            bce = binary_cross_entropy_with_logits(
-                confidence_logits.float(), accepted, reduction="none"
-            )
-            confidence_sum = (weights * bce).sum()
+    weighted = confidence_logits if term_weights.confidence > 0 else None
+    found = confidence_terms(confidence_logits, accepted, weights)
+    confidence_sum = zero if weighted is None else found.bce_sum
+    confidence = found.rate
     loss = (
         term_weights.ce * ce_sum
         + term_weights.l1 * l1_sum
