@@ -93,20 +93,3 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     fsync_dir(final.parent)
     for stale in final.parent.glob(f".{final.name}.*"):
         shutil.rmtree(stale, ignore_errors=True)
-
-
-def create_exclusive(path: Path, content: str) -> None:
-    """Writes a file that must not exist yet; it appears complete or not at all.
-
-    Raises:
-        FileExistsError: somebody else has created it.
-    """
-    # No process id: two hosts that share a folder may have equal ones.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        fsync_file(partial)
-        os.link(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    fsync_dir(path.parent)
