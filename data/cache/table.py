@@ -1,6 +1,6 @@
 """The sample table of a finished cache: where each row's pieces lie, and what kind of row it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,14 +140,6 @@ class SampleTable:
 def has_prefixes(header: Header) -> bool:
     """Whether the tables of shared prefixes exist."""
     return header.share_prefix
-
-
-def table_columns(header: Header) -> Iterator[tuple[str, str]]:
-    """(table, column) of every column."""
-    yield from (("samples", name) for name in SAMPLES)
-    if has_prefixes(header):
-        yield from (("prefixes", name) for name in PREFIXES)
-        yield from (("prefix_masks", name) for name in PREFIX_MASKS)
 
 
 def _before(samples: Mapping[str, np.ndarray], prefixes: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batch import Batch, CachedRow, collate
+from data.batch import Batch, CachedRow
 from data.cache.read import CacheReader
 from data.cache.stored import StoredBatch
 from data.errors import ShardError
 from data.loader import StepLoader
 from data.sampler import RowSampler
 from data.target import Target
+from tests.support.collate import collate
 from tests.support.tiny import CPU, random_rows, tiny_cache, tiny_target
 
 ROWS = random_rows([(2 + i % 5, 3 + 7 * i % 11) for i in range(13)])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Batch, CachedRow, collate
+from data.batch import Batch, CachedRow
+from tests.support.collate import collate
 from train.objective.anchors import count_slots, draw_anchors, draw_blocks, slot_weights
 
 EVERY = 100

@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batch import Batch, CachedRow, collate
+from data.batch import Batch, CachedRow
 from data.target import Target
+from tests.support.collate import collate
 from tests.support.naive import naive_net, naive_row_loss
 from tests.support.tiny import TAPS, tiny_draft, tiny_target
 from train.config import ObjectiveConfig, OptimConfig
