@@ -368,6 +368,27 @@ def read_frozen_head(folder: Path, trust_remote_code: bool = False) -> FrozenHea
     return FrozenHead(embedding, head, final_norm, embedding_scale(text), logit_transform(text))
 
 
+def read_layer(folder: Path, index: int, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """Weights of one layer by their names inside it, fp32; norms as factors.
+
+    Raises:
+        ConfigError: the target has no such layer.
+    """
+    marker, files = f".layers.{index}.", tensor_files(folder)
+    names = [n for n in files if marker in n and "visual" not in n and "vision" not in n]
+    if not names:
+        raise ConfigError(f"target layer {index}", "is not in the target's files", "count from 0")
+    # Gemma's norms multiply by 1 + weight; ours by weight.
+    model_type = load_model_config(folder, trust_remote_code).model_type
+    shift = 1.0 if model_type.startswith("gemma") else 0.0
+    found = {}
+    for name in names:
+        with safe_open(files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name).float()
+        found[name.split(marker, 1)[1]] = tensor + shift if "norm" in name else tensor
+    return found
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Every tensor of a folder of safetensors, and the file that holds it.
 

@@ -53,6 +53,14 @@ class DraftConfig:
         None, "Base frequency of plain rotary embedding. None: the target's, if it is plain too."
     )
     intermediate_size: int | None = key(None, "Width of the draft's MLP. None: the target's.")
+    init_layers: list[int] = key(
+        [],
+        "Target layers from whose weights the draft's layers start, one each. Empty: random "
+        "(see docs/benchmarks.md).",
+    )
+    init_fc_as_average: bool = key(
+        False, "Start the projection of the tapped states as their average instead of at random."
+    )
     init_norm_from_target: bool = key(
         False, "Start the final norm from the target's instead of 1 (see docs/benchmarks.md)."
     )

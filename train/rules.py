@@ -210,6 +210,12 @@ _CHECKS = (
     _at_least("cache.local_copy_bytes", 1 << 20),
     _at_least("draft.num_layers", 1),
     _at_least("draft.block_size", 2),
+    _Check(
+        "draft.init_layers",
+        lambda v, c: not v or len(v) == c.draft.num_layers,
+        "names another number of layers than the draft has",
+        "name one target layer for each of draft.num_layers, or none",
+    ),
     _at_least("draft.head_rank", 0),
     _at_least("objective.num_anchors", 1),
     _at_least("objective.ce_weight", 0),

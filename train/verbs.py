@@ -36,6 +36,7 @@ from data.target import (
     load_stop_ids,
     load_tokenizer,
     read_frozen_head,
+    read_layer,
     resolve_folder,
     text_config,
 )
@@ -230,8 +231,7 @@ def run_train(config: PipelineConfig) -> None:
     check_mask_token(shape.mask_token_id, shape.vocab_size, ())
     torch.manual_seed(config.run.seed)
     draft = Draft(shape, frozen)
-    if config.draft.init_norm_from_target:
-        draft.init_norm_from_target()
+    _init_draft(draft, config, folder)
     fingerprint = _draft_fingerprint(reader.fingerprint, shape)
     fingerprint = fingerprint.extended(rows=reader.manifest.dataset_hash)
     summary = fit(
@@ -247,6 +247,18 @@ def run_train(config: PipelineConfig) -> None:
         for name in ("loss", "ce", "l1", "tau_teacher_forced", "accept_rate_by_slot"):
             if name in summary.figures:
                 console.print(f"  {name}: {_short(summary.figures[name])}")
+
+
+def _init_draft(draft: Draft, config: PipelineConfig, folder: Path) -> None:
+    """Where training starts, besides random weights."""
+    options = config.draft
+    if options.init_layers:
+        trust = config.target.trust_remote_code
+        draft.init_layers([read_layer(folder, i, trust) for i in options.init_layers])
+    if options.init_fc_as_average:
+        draft.init_fc_as_average()
+    if options.init_norm_from_target:
+        draft.init_norm_from_target()
 
 
 def run_evaluate(config: PipelineConfig) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.errors import ConfigError
-from data.target import LogitTransform, Target
+from data.target import LogitTransform, Target, read_layer
 from tests.support.naive import naive_block, naive_net
 from tests.support.tiny import TAPS, tiny_draft, tiny_shape, tiny_target
 from train.config import DraftConfig
@@ -248,3 +248,32 @@ def test_plain_rope_is_read(parameters: dict[str, Any]) -> None:
 def test_other_rope_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="rope"):
         rope_theta(SimpleNamespace(rope_parameters=parameters))
+
+
+def test_layers_start_from_the_targets(target: Target) -> None:
+    draft = tiny_draft(target, num_layers=2)
+    own = dict(target.decoder.named_parameters())
+    before = draft.markov_head.markov_w1.weight.clone() if draft.markov_head else None
+    draft.init_layers([read_layer(target.folder, 2), read_layer(target.folder, 0)])
+    for d, layer in enumerate((2, 0)):
+        for name, parameter in draft.layers[d].named_parameters():
+            assert torch.equal(parameter, own[f"layers.{layer}.{name}"].float()), name
+    norm = own["layers.2.input_layernorm.weight"].float()
+    assert torch.equal(draft.hidden_norm.weight, norm)
+    assert draft.markov_head is not None
+    assert torch.equal(draft.markov_head.markov_w1.weight, before)  # type: ignore[arg-type]
+
+
+def test_layer_that_does_not_exist_or_fit_is_refused(target: Target) -> None:
+    with pytest.raises(ConfigError, match="target layer 99"):
+        read_layer(target.folder, 99)
+    narrow = tiny_draft(target, num_layers=1, intermediate_size=16)
+    with pytest.raises(ConfigError, match=r"gate_proj.weight is .* the draft's \(16, 64\)"):
+        narrow.init_layers([read_layer(target.folder, 0)])
+
+
+def test_projection_starts_as_the_average_of_the_taps(target: Target) -> None:
+    draft = tiny_draft(target)
+    draft.init_fc_as_average()
+    taps = torch.randn(3, 5, len(TAPS), 64)
+    torch.testing.assert_close(draft.fc(taps.flatten(-2)), taps.mean(-2))

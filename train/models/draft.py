@@ -1,6 +1,7 @@
 """The DSpark draft: one parallel pass over a block, a sequential head, a confidence head."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -125,6 +126,32 @@ class Draft(nn.Module):
         head = HEADS[HeadKind(shape.head)]
         self.markov_head = head(shape.vocab_size, shape.head_rank) if shape.head_rank else None
         self.confidence_head = ConfidenceHead(D, shape.head_rank) if shape.confidence else None
+
+    def init_layers(self, sources: Sequence[Mapping[str, Tensor]]) -> None:
+        """Starts every layer from a layer of the target, and the context's norm from the norm
+        before the first one's attention. What the target's layers lack stays as it is.
+
+        Args:
+            sources: weights by name, see `data.target.read_layer`; one for each layer.
+
+        Raises:
+            ConfigError: the shapes differ.
+        """
+        with torch.no_grad():
+            for layer, source in zip(self._layers, sources, strict=True):
+                for name, parameter in layer.named_parameters():
+                    if (weight := source.get(name)) is not None:
+                        _require_shape(name, weight, parameter)
+                        parameter.copy_(weight)
+            if (norm := sources[0].get("input_layernorm.weight")) is not None:
+                self.hidden_norm.weight.copy_(norm)
+
+    def init_fc_as_average(self) -> None:
+        """Starts the projection of the tapped states as their average."""
+        taps = len(self.shape.tap_layers)
+        with torch.no_grad():
+            one = torch.eye(self.shape.backbone.hidden_size, device=self.fc.weight.device)
+            self.fc.weight.copy_(one.repeat(1, taps) / taps)
 
     def init_norm_from_target(self) -> None:
         """Starts the final norm from the target's.
@@ -267,3 +294,12 @@ class Draft(nn.Module):
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(positions, self.shape.backbone.head_dim, self.shape.backbone.rope_theta)
+
+
+def _require_shape(name: str, weight: Tensor, parameter: Tensor) -> None:
+    if weight.shape != parameter.shape:
+        raise ConfigError(
+            "draft.init_layers",
+            f"the target's {name} is {tuple(weight.shape)}, the draft's {tuple(parameter.shape)}",
+            "give the draft the target's sizes (draft.intermediate_size=null), or leave it out",
+        )
