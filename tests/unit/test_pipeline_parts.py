@@ -39,6 +39,14 @@ class HangError(BaseException):
 
 
 @pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """A process that a shell starts in the background ignores Ctrl-C, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def _bounded() -> Iterator[None]:
     """A test that hangs is interrupted, again and again; none leaves a thread behind."""
 
