@@ -118,7 +118,7 @@ class PartWriter:
             for spec in specs:
                 sink = store.open_sink(self._keys[spec.name], token)
                 self._writers[spec.name] = ObjectWriter(sink, spec, layout)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: sinks that were opened must not stay
             self.discard()
             raise
 
